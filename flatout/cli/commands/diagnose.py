@@ -9,7 +9,7 @@ from typing import Annotated
 from flatout.assembly import preflight
 from flatout.cli.commands import Command, Overrides
 from flatout.config.registry import RECIPES, unknown_name
-from flatout.config.schema import RunConfig, load_config
+from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnosis import (
@@ -26,7 +26,7 @@ from flatout.measure.scripts.run import diagnose_script
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lookup import RUNS, run_names
+from flatout.training.run_dir.lookup import RUNS, find_run, run_names
 from flatout.training.run_dir.resume import settings_file
 
 
@@ -44,12 +44,9 @@ class DiagnoseResult(Diagnosis):
 
         For a recorded run, it is 0. A script's is its own.
         """
+        codes = {"preflight": 2, "measured run": 1, "script": self.script_code or 1}
         fails = any(finding.harm == "fails" for finding in self.findings)
-        if not fails:
-            return 0
-        return {"preflight": 2, "measured run": 1, "script": self.script_code or 1}.get(
-            self.source, 0
-        )
+        return codes.get(self.source, 0) if fails else 0
 
 
 @checked
@@ -108,18 +105,31 @@ def diagnose(
                 f"torch cannot be imported: {error}.", fix="Install it again: `pip install torch`."
             ) from error
         return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
-    folder = find_recorded(recipe)
-    if folder is not None and not overrides:
-        found = diagnosis_of(recorded_evidence(folder))
-        return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
-    config = _config(recipe, folder, overrides)
-    if folder is None or overrides:
-        preflight.check_names(config)
+    folder, words = find_recorded(recipe), list(overrides or ())
+    if folder is not None and not words:
+        found, path = diagnosis_of(recorded_evidence(folder)), None
+        try:
+            path = str(found.write(folder))
+        except OSError as error:
+            progress.say(
+                f"{folder / FILE} cannot be written ({error.strerror or error}), so `flatout "
+                "report` will not show these findings."
+            )
+        return DiagnoseResult(**dict(found), path=path)
+    if folder is None and Path(recipe).parent == RUNS and not Path(recipe).exists():
+        find_run(recipe)  # raises, with the nearest name
+    name, choices = str(recipe), [*RECIPES.names(), *run_names()]
+    is_name = not {"/", "."} & {*name} and not Path(f"{name}.yaml").exists()
+    if folder is None and is_name and name not in choices:
+        raise unknown_name("recipe or run", name, choices)
+    config = load_config(settings_file(folder) if folder else recipe, words)
+    preflight.check_names(config)
     from flatout.measure.diagnose.diagnose import diagnose_recipe  # imports torch
 
-    evidence = diagnose_recipe(config, seconds=seconds, cache=default_cache(), progress=progress)
-    found = diagnosis_of(evidence)
-    then = next_for_recipe(found, config, recipe, overrides or ())
+    found = diagnosis_of(
+        diagnose_recipe(config, seconds=seconds, cache=default_cache(), progress=progress)
+    )
+    then = next_for_recipe(found, config, recipe, words)
     return DiagnoseResult(**dict(found) | {"next": then})
 
 
@@ -135,46 +145,14 @@ def require_only_script(has_more: object) -> None:
         )
 
 
-def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None:
-    """Write findings.json and return its path. None when the run directory cannot be written."""
-    try:
-        return str(diagnosis.write(folder))
-    except OSError as error:
-        progress.say(
-            f"{folder / FILE} cannot be written ({error.strerror or error}), so `flatout report` "
-            "will not show these findings."
-        )
-        return None
-
-
 def find_recorded(name: str | Path) -> Path | None:
     """Return the run directory that a name means: a path, or a name under runs/. None: none."""
     paths = (Path(name), RUNS / name) if str(name) else ()
     return next((path for path in paths if (path / layout.CONFIG).exists()), None)
 
 
-def _config(
-    recipe: str | Path,
-    folder: Path | None,
-    overrides: Sequence[str] | None,
-) -> RunConfig:
-    """Return the configuration to measure. For a run, it is the one that the run started with.
-
-    Raises: UsageError.
-    """
-    if folder is not None:
-        return load_config(settings_file(folder), overrides or ())
-    path, name, known = Path(recipe), str(recipe), RECIPES.names()
-    if len(path.parts) > 1 and path.parent == RUNS and not path.exists():
-        raise ConfigError(f"There is no run directory {path}.", fix="`flatout runs` lists them.")
-    if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
-        raise unknown_name("recipe or run", name, [*known, *run_names()])
-    return load_config(recipe, overrides or ())
-
-
 COMMAND = Command(
     diagnose,
     example="flatout diagnose shakespeare-char data.path=data/s",
     writes_files=False,
-    is_timed=True,
 )

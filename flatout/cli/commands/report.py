@@ -61,7 +61,7 @@ def report(
     """Write one HTML page about a run, or about several side by side.
 
     The page has the settings in which several runs differ, the results, the curves (against steps,
-    tokens or time), findings, samples, events and settings. It is one file that opens offline. A
+    tokens or time), findings, events and settings. It is one file that opens offline. A
     directory with a metrics.jsonl of another training loop works too, and the one that
     `flatout tune -- python train.py` wrote, with its table and its patch.
 

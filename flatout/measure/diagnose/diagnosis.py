@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from flatout.config.schema import RunConfig
-from flatout.display import Column, Display, Table, digits, duration, milliseconds
+from flatout.display import Column, Display, Show, Table, displayed, duration, milliseconds
 from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.rules import Finding, rules
 from flatout.measure.steps.evidence import Evidence
@@ -16,7 +16,7 @@ from flatout.progress import counted
 from flatout.storage.files import write_text
 from flatout.storage.json_io import Result
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FILE = "findings.json"
 """Its name in a run directory."""
 BUSY = "busy-machine"
@@ -33,19 +33,28 @@ WORDS = {
 }
 """Phases whose name is not their word."""
 WORK = frozenset({"compute", "memory_bound", "optimizer"})
-"""The phases in which a step computes."""
-HALF = 0.5
-"""A step that computes for less of its time is not called healthy."""
-UNITS = {"ms": "ms", "kib": "KiB", "mib": "MiB", "gib": "GiB", "gb": "GB", "c": "°C"}
-"""Parts of the names of figures that are their unit."""
-SHOWN, BAR = 0.005, 20
-"""Phases below this share of the step are omitted from the text. Characters of a full bar."""
-ROOFLINE = (
-    *("peak_tflops", "peak_source", "achieved_tflops", "mfu"),
-    *("tokens_per_s", "expected_tokens_per_s", "expected_from"),
-)
+"""The phases in which a step computes. One that computes for less than half of it is not healthy.
+"""
+SHOWN = 0.005
+"""Phases below this share of the step are omitted from the text."""
+ROOFLINE = ("peak_tflops", "peak_source", "achieved_tflops", "mfu", "tokens_per_s")
 """The facts about the distance to what the device can do."""
-PHASE = (Column(""), Column("", "right"), Column("", "right"), Column(""))
+
+
+NAMED = (Column(""), Column(""))
+"""The columns of texts with their names."""
+
+
+def step_in_words(found: Diagnosis) -> str:
+    """Return the time of an average step, and its phases."""
+    if found.step_s is None:
+        return ""
+    text = milliseconds(found.step_s)
+    if found.steps is not None:
+        text += f", on average of {counted(found.steps, 'step')}"
+    phases = sorted(found.shares.items(), key=lambda each: -each[1])
+    parts = [f"{share:.0%} {WORDS.get(name, name)}" for name, share in phases if share >= SHOWN]
+    return f"{text}: {', '.join(parts)}" if parts else text
 
 
 class Diagnosis(Result):
@@ -59,7 +68,7 @@ class Diagnosis(Result):
     """How the evidence was collected, as in `Evidence.source`."""
     steps: int | None
     """Steps that were measured."""
-    step_s: float | None
+    step_s: Annotated[float | None, Show("Step", record=step_in_words)]
     """Seconds of an average step."""
     shares: Mapping[str, float]
     """Share of an average step by phase. Only measured phases."""
@@ -76,11 +85,6 @@ class Diagnosis(Result):
     notes: tuple[str, ...]
     """What could not be measured, and why."""
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
-
     def write(self, folder: Path) -> Path:
         """Write findings.json into a directory and return its path."""
         path = folder / FILE
@@ -90,61 +94,13 @@ class Diagnosis(Result):
     def display(self) -> Display:
         """Return the verdict, where the time goes, the findings with their fixes, and the notes."""
         tables = []
-        if self.step_s is not None and self.shares:
-            shares = sorted(self.shares.items(), key=lambda each: -each[1])
-            rows = [
-                (
-                    f"  {WORDS.get(name, name)}",
-                    f"{share:.0%}",
-                    milliseconds(share * self.step_s),
-                    "#" * round(share * BAR),
-                )
-                for name, share in shares
-                if share >= SHOWN
-            ]
-            title = f"A step takes {milliseconds(self.step_s)}"
-            if self.steps is not None:
-                title += f", on average of {counted(self.steps, 'step')}"
-            tables.append(Table(PHASE, rows, f"{title}:"))
-        tables += [shown(finding, number) for number, finding in enumerate(self.findings, 1)]
+        for number, finding in enumerate(self.findings, 1):
+            shown = finding.display()
+            verdict = f": {shown.headline}" if number > 1 else ""  # the first one is the headline
+            tables.append(Table(NAMED, shown.values, f"{number}. {finding.name}{verdict}"))
         notes = [f"Note: {note}" for note in self.notes]
-        notes += [] if self.next is None else [f"Next: {self.next}"]
-        return Display(self.verdict, (*self.about, *self._rates()), tables, notes)
-
-    def _rates(self) -> Iterator[tuple[str, str]]:
-        """Yield the rate with and without saves and evaluations, and the share of the peak."""
-        peak, source, _, mfu, rate, expected, how = map(self.roofline.get, ROOFLINE)
-        if isinstance(rate, float):
-            text = f"{rate:,.0f} tokens/s"
-            between = self.shares.get("checkpoint", 0.0) + self.shares.get("evaluation", 0.0)
-            if between >= SHOWN:
-                text += f", {(1 - between) * rate:,.0f} with saves and evaluations"
-            if expected is not None:
-                text += f", expected about {expected:,.0f} ({how})"
-            yield "Rate", text
-        if mfu is not None:
-            yield "Peak", f"{mfu:.1%} of {peak:.3g} TFLOP/s ({source})"
-
-
-def shown(finding: Finding, number: int) -> Table:
-    """Return a finding as a table of texts with their names."""
-    site, known = finding.site, finding.figures.items()
-    rows = [] if site is None or site.describe() in finding.verdict else [("at", site.describe())]
-    texts = [in_words(name, value) for name, value in known if value is not None]
-    rows += [("evidence", ", ".join(texts))] if texts else []
-    rows += [("fix", fix.described()) for fix in finding.fixes]
-    columns = (Column(""), Column(""))
-    indented = [(f"   {name}", text) for name, text in rows]
-    return Table(columns, indented, f"{number}. {finding.name}: {finding.verdict}")
-
-
-def in_words(name: str, value: float | str) -> str:
-    """Return a figure whose name includes its unit as text: `idle_ms` is `idle 3 ms`."""
-    words, text = name.split("_"), value if isinstance(value, str) else digits(value)
-    for place, word in enumerate(words):
-        if word in UNITS and words[place - 1] != "per":
-            return " ".join([*words[:place], text, UNITS[word], *words[place + 1 :]])
-    return " ".join([*words, text])
+        notes += [f"Next: {self.next}"] if self.next else []
+        return Display(self.verdict, [*displayed(self).values, *self.about], tables, notes)
 
 
 def read_diagnosis(folder: Path) -> Diagnosis | None:
@@ -161,26 +117,18 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     every = {one: finding for one in rules() if (finding := one.look(evidence)) is not None}
     names = {one.name for one in every}
 
-    def rank(one: Finding) -> tuple[int, int, float]:
+    def rank(one: Finding) -> tuple[int, bool, bool, float]:
         """Return a sort key.
 
         A busy machine comes before what it slows down, but not before a line. A cause whose time is
         unknown, such as a variable that is set, comes before those that were measured beside it.
         """
-        share, group = 1.0 if one.share is None else one.share, 1 if one.name == BUSY else 2
-        if evidence.source == "script" and one.site is not None and share >= CLEAR:
-            group = 0
-        return ORDER.index(one.harm), group, -share
+        share = 1.0 if one.share is None else one.share
+        is_line = evidence.source == "script" and one.site is not None and share >= CLEAR
+        return ORDER.index(one.harm), not is_line, one.name != BUSY, -share
 
-    remaining_s = evidence.remaining_s
-    findings = tuple(
-        finding.model_copy(
-            update={"fixes": tuple(sorted(finding.fixes, key=lambda fix: -fix.worth(remaining_s)))}
-        )
-        for finding in sorted(
-            (finding for one, finding in every.items() if not names & {*one.unless}), key=rank
-        )
-    )
+    kept = (finding for one, finding in every.items() if not names & {*one.unless.split()})
+    findings = tuple(sorted(kept, key=rank))
     return Diagnosis(
         verdict=findings[0].verdict if findings else _healthy(evidence),
         source=evidence.source,
@@ -196,39 +144,34 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
 
 
 def _about(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Yield the length of a recipe's run and its data."""
-    steps, tokens = evidence.planned_steps, evidence.train_tokens
-    if evidence.source not in ("measured run", "preflight"):
-        return
-    if steps and evidence.step_s:
-        took = duration(steps * evidence.step_s)
-        yield "Training", f"about {took} for {counted(steps, 'step')}"
+    """Yield the length of a recipe's run, its data, its rate, and its share of the peak."""
+    steps, tokens, rate = evidence.planned_steps, evidence.train_tokens, evidence.tokens_per_s
     if tokens is not None:
-        passes = f", read {evidence.epochs:.3g} times" if evidence.epochs else ""
-        held_out = f", and {evidence.val_tokens:,} for validation" if evidence.val_tokens else ""
-        yield "Dataset", f"{tokens:,} tokens{passes}{held_out}"
+        yield "Dataset", f"{tokens:,} tokens, read {evidence.epochs or 0.0:.3g} times"
+        if steps and evidence.step_s:
+            took = duration(steps * evidence.step_s)
+            yield "Training", f"about {took} for {counted(steps, 'step')}"
+    if rate is not None:
+        aside_s = (evidence.checkpoint_s or 0.0) + (evidence.evaluation_s or 0.0)
+        aside = evidence.share(aside_s, SHOWN)
+        whole = f", {(1 - aside) * rate:,.0f} with saves and evaluations" if aside else ""
+        yield "Rate", f"{rate:,.0f} tokens/s{whole}"
+    if evidence.mfu is not None and evidence.peak_tflops is not None:
+        peak = f"{evidence.peak_tflops:.3g} TFLOP/s ({evidence.peak_source})"
+        yield "Peak", f"{evidence.mfu:.1%} of {peak}"
 
 
 def _healthy(evidence: Evidence) -> str:
-    """Return in one line that nothing was found, and how well the steps use the device."""
+    """Return in one line that nothing was found, and whether that means something."""
     if evidence.step_s is None:
-        return "Nothing keeps this run from starting."
-    shares = evidence.phase_shares()
-    work = sum(shares.get(name, 0.0) for name in WORK)
-    parts = [f"{work:.0%} of each step is computation"] if work else []
-    if 0 < work < HALF:
-        most = max(shares.keys() - WORK, key=shares.__getitem__)
-        word = WORDS.get(most, most)
-        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {word}."
-    if evidence.mfu is not None:
-        parts.append(f"{evidence.mfu:.0%} of the peak matmul rate")
-    found = f": {', '.join(parts)}." if parts else "."
-    others, device = evidence.other_busy_cores, "cores"
-    if evidence.on_gpu:
-        others, device = evidence.gpu_others, "GPU"
-    if others is None:
-        return f"Nothing was found{found} Other use of the {device} was not measured."
-    return f"Nothing holds this run back{found}"
+        kind = "on this machine slows training down"
+        return f"Nothing {kind if evidence.machine_lines else 'keeps this run from starting'}."
+    work = sum(share for name, share in evidence.phase_shares().items() if name in WORK)
+    if 0 < work < 0.5:
+        return f"Nothing was found, but only {work:.0%} of each step is computation."
+    if (evidence.gpu_others if evidence.on_gpu else evidence.other_busy_cores) is None:
+        return "Nothing was found. Other use of the machine was not measured."
+    return "Nothing holds this run back."
 
 
 def of_script(
@@ -236,10 +179,10 @@ def of_script(
 ) -> dict[str, Any]:
     """Return how a script ended, and the command to run next, as fields of its diagnosis."""
     how = "ended after the measurement; --to-the-end lets it continue"
-    if to_the_end:
-        how = f"ran to its end, with exit code {code}"
-    elif code:
+    if code:
         how = f"failed with exit code {code}"
+    elif to_the_end:
+        how = "ran to its end"
     about = (*found.about, ("Script", how))
     return {"about": about, "next": f"`flatout tune -- {shlex.join(script)}`"}
 
@@ -249,12 +192,13 @@ def next_for_recipe(
 ) -> str | None:
     """Return the command that trains with the best fix, or else measures what is faster."""
     serious = [one for one in found.findings if one.harm != "warns"]
-    settings = next((f.overrides for one in serious for f in one.fixes if f.overrides), {})
+    fixes = (fix.overrides for one in serious for fix in one.fixes if fix.overrides)
+    settings = dict(next(fixes, {}))
     if not settings and any(one.harm == "fails" for one in serious):
         return None
     words = [word for word in overrides if word.partition("=")[0] not in settings]
-    for key, value in settings.items():
-        if key == "speedups":
-            value = applied(asked, {key: value}).speedups
+    changed = applied(asked, settings)
+    for key in settings:
+        value = changed.value(key)
         words.append(f"{key}={'null' if value is None else value}")
     return f"`{shlex.join(['flatout', 'train' if settings else 'tune', str(recipe), *words])}`"

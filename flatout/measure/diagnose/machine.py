@@ -39,8 +39,7 @@ def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> E
         "GPU": "; ".join(names) if on_gpu else f"none that torch can use: {reason}",
         "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.system()}",
         "CPU": f"{machine.cpu_name}, {counted(machine.cores, 'core')}, "
-        f"{counted(host['threads'], 'thread')}. Other processes keep "
-        f"{host['other_busy_cores']:.1f} cores busy",
+        f"{counted(host['threads'], 'thread')}",
         "Matmuls": f"{', '.join(rates)}, measured",
         "Copies": f"{copied}, measured",
         "Memory": f"{machine.memory_gib:.0f} GiB, and {free / GIB:.0f} GiB of the "

@@ -10,21 +10,18 @@ from flatout.assembly.memory import estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import GIB, past_run, runs_here
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
-from flatout.config.schema import validate
+from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import members_of
 from flatout.errors import DataError, HardwareError, MissingPackage
-from flatout.hardware.machine import ASSUMED_MFU, pick_device, probe
+from flatout.hardware.machine import Machine, pick_device, probe
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.resolving import Resolved
-from flatout.measure.steps.evidence import Evidence, Failure
+from flatout.measure.steps.evidence import Evidence
 from flatout.measure.steps.lines import failure_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.models.language_model import model_of
 from flatout.optim.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
-
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-"""Parts of an estimate. Not all of them exist at once."""
 
 
 @dataclass(frozen=True)
@@ -43,85 +40,62 @@ def prepare(spec: MeasureSpec) -> Prepared:
 
     Raises: ConfigError when the configuration contradicts itself.
     """
-    asked, machine = validate(spec.config), probe()
-    known: dict[str, Any] = {
-        "source": "preflight",
-        "config": asked,
-        "machine": machine,
-        **host_facts(Path(spec.folder)),
-        "device": asked.train.device,
-    }
-    chosen, cache = False, None if spec.cache is None else Path(spec.cache)
+    asked, machine, device = validate(spec.config), probe(), None
+    cache = None if spec.cache is None else Path(spec.cache)
+    known: dict[str, Any] = {"source": "preflight", "config": asked, "machine": machine}
+    known |= host_facts(Path(spec.folder)) | {"device": asked.train.device}
     try:
         device, reason = pick_device(asked.train.device, machine)
         known |= {"device": device, "no_gpu_because": reason, **gpu_facts(machine, device)}
-        chosen = True
-        dataset = open_dataset(asked)
-        config, decisions = resolve(
-            asked.with_values({"train.device": device}),
-            machine=machine,
-            dataset=dataset,
-            world_size=1,
-            cache=cache,
-        )
-    except (DataError, MissingPackage) as error:
-        return Prepared(Evidence(**known, failure=failure_of(error, 0)))
-    except HardwareError as error:
-        # once the device is known, only the memory can be too small
-        kind = "out-of-memory" if chosen else "error"
-        failure = Failure(kind=kind, message=error.what, fix=error.fix, step=0)
+        resolved = resolved_here(asked.with_values({"train.device": device}), machine, cache)
+    except (DataError, MissingPackage, HardwareError) as error:
+        failure = failure_of(error, 0)
+        if device and isinstance(error, HardwareError):  # only the memory can be too small
+            failure = failure.model_copy(update={"kind": "out-of-memory"})
         return Prepared(Evidence(**known, failure=failure))
-
-    resolved = Resolved(config, decisions, machine, dataset)
-    warmup = warmup_steps(config.schedule, config.train.steps or 1)
-    return Prepared(Evidence(**known | _facts(resolved, cache)), resolved, warmup)
-
-
-def _facts(resolved: Resolved, cache: Path | None) -> dict[str, Any]:
-    """Return what the resolved run adds to the evidence."""
-    config, machine, dataset = resolved.config, resolved.machine, resolved.dataset
-    this = past_run(config, resolved.decisions, 1)
-    device = config.train.device
-    model_class, model_config = model_of(config)
-    tokens_per_step, steps = config.batch.tokens_per_step or 0, config.train.steps or 0
+    config, dataset, on_gpu = resolved.config, resolved.dataset, device.startswith("cuda")
+    rows, steps = int(config.batch.rows_per_device), config.train.steps or 0
+    tokens_per_step, model = config.batch.tokens_per_step or 0, model_of(config)
     per_epoch = max(epoch_tokens(dataset, config.data.seq_len), 1) / max(tokens_per_step, 1)
-    parameters = model_class.num_parameters(model_config)
-    most = most_at_once(config.checkpoint, steps, per_epoch)
-    disk_gib = DISK_BYTES_PER_PARAMETER * parameters * most / GIB
-
+    saved = model[0].num_parameters(model[1]) * most_at_once(config.checkpoint, steps, per_epoch)
     workload, available = workload_of(config), memory_bytes(machine, device, 1)
-    need = estimate(workload, int(config.batch.rows_per_device), config.batch.accumulate or 1)
-    on_gpu = device.startswith("cuda")
     members = [member.dataset for member in members_of(dataset)]
-
-    peak, roofline = known_peak(machine, device, config.train.precision), {}
-    if peak is not None:
-        roofline = {"peak_tflops": peak.tflops, "peak_source": peak.source}
-    if peak is not None and on_gpu:  # how much of it a CPU reaches depends on the model's size
-        flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
-        roofline |= {
-            "expected_tokens_per_s": peak.tflops * 1e12 * ASSUMED_MFU / flops,
-            "expected_from": f"{ASSUMED_MFU:.0%} of the peak, {peak.source}",
-        }
-    return {
+    peak = known_peak(machine, device, config.train.precision)
+    shape = past_run(config, resolved.decisions, 1).digest
+    fewer = (
+        (run.tokens_per_s, run.rows_per_device)
+        for run in runs_here(machine, device, cache)
+        if run.digest == shape and run.tokens_per_s and not run.is_busy
+        if run.rows_per_device < rows
+    )
+    best_rate, best_rows = max(fewer, default=(1.0, None))
+    facts: dict[str, Any] = {
         "config": config,
         "speedups": tuple(resolved.speedups),
-        "disk_needed_gib": disk_gib,
+        "disk_needed_gib": DISK_BYTES_PER_PARAMETER * saved / GIB,
         "total_gib": machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
         "free_gib": available / GIB,
-        "estimated_gib": need.total / GIB,
-        "estimated_parts_gib": {name: getattr(need, name) / GIB for name in PARTS},
+        "estimated_gib": estimate(workload, rows, config.batch.accumulate or 1).total / GIB,
         "rows_that_fit": most_rows(workload, available),
         "train_tokens": sum(member.split("train").num_tokens for member in members),
         "val_tokens": sum(member.split("val").num_tokens for member in members),
-        "parameters": parameters,
         "tokens_per_step": tokens_per_step,
         "planned_steps": steps,
         "epochs": steps / per_epoch,
-        "rates_by_rows": {
-            run.rows_per_device: run.tokens_per_s
-            for run in runs_here(machine, device, cache)
-            if run.digest == this.digest and run.tokens_per_s and not run.is_busy
-        },
-        **roofline,
+        "best_rate": best_rate,
+        "best_rows": best_rows,
+        "peak_tflops": peak and peak.tflops,
+        "peak_source": peak and peak.source,
     }
+    warmup = warmup_steps(config.schedule, steps or 1)
+    return Prepared(Evidence(**known | facts), resolved, warmup)
+
+
+def resolved_here(config: RunConfig, machine: Machine, cache: Path | None) -> Resolved:
+    """Return a run on this machine, with its dataset.
+
+    Raises: DataError; HardwareError when not even one row fits.
+    """
+    dataset = open_dataset(config)
+    found = resolve(config, machine=machine, dataset=dataset, world_size=1, cache=cache)
+    return Resolved(*found, machine, dataset)

@@ -30,16 +30,8 @@ ENOUGH_S = 30.0
 Of a shorter one the save at the end, and those of evaluations that still improve each time, take a
 share that a longer run does not lose.
 """
-FIGURES = {
-    "step_s": ("perf/step_ms", 1e-3),
-    "data_wait_s": ("perf/data_wait_ms", 1e-3),
-    "compute_s": ("perf/device_ms", 1e-3),
-    "logging_s": ("perf/host_ms", 1e-3),
-    "utilisation": ("gpu/util_pct", 0.01),
-    "mfu": ("perf/mfu", 1.0),
-    "tokens_per_s": ("perf/tokens_per_s", 1.0),
-}
-"""Names of the evidence and of the records, and what the numbers of the records count in."""
+LOW_USE = 60.0
+"""Percent of the time in which a GPU works, below which the rest of the step is the host's."""
 FAILED = 1
 """Exit code of a run that failed."""
 
@@ -50,38 +42,47 @@ def recorded_evidence(folder: Path) -> Evidence:
     Raises: CheckpointError when it has no record of a step.
     """
     config, log = layout.read_config(folder), RunLog(folder)
-    every = list(log.records())
+    every, events = list(log.records()), log.events
     steps = [one for one in every if "perf/step_ms" in one]
-    failure = _failure(folder, log.events, steps)
-    if not steps and failure is None:
+    errors = [one for one in events if one["event"] == "error"]
+    error = errors[-1] if errors else {"what": "The run failed. Its output shows why."}
+    has_failed = layout.read_exit_code(folder) == FAILED
+    if not steps and not has_failed:
         raise CheckpointError(
             f"{folder} has no record of a step yet.",
             fix="Train it first, or measure its recipe: `flatout diagnose "
             f"{in_shell(settings_file(folder))}`.",
         )
-    start = next((one for one in log.events if one["event"] in STARTS), {})
-    sizes = {name: int(value) for name, value in finite_numbers(start).items()}
-    on, reason = _speedups(log.events)
-    found: dict[str, Any] = {
-        "device": str(start["device"]) if "device" in start else None,
-        "world_size": sizes.get("world_size", 1),
-        "parameters": sizes.get("parameters"),
-        "speedups": on,
-        "compile_fallback": reason,
-        "failure": failure,
-        **_other_processes(every, log.events),
-    }
+    at = int(steps[-1]["step"]) if steps else None
+    failure = Failure(
+        kind=FAILURES.get(str(error.get("kind")), "error"),
+        message=str(error.get("what", "")),
+        fix=error.get("fix"),
+        step=at,
+    )
+    start = next((one for one in events if one["event"] in STARTS), {})
+    device = str(start["device"]) if "device" in start else None
+    on, reason = _speedups(events)
+    found = _other_processes(every, events)
     if steps:
-        found |= _of_steps(steps, log.events, on_gpu=str(found["device"]).startswith("cuda"))
-    if steps and config is not None:
-        at, planned = steps[-1]["step"], config.train.steps
-        found |= {"tokens_per_step": config.batch.tokens_per_step, "planned_steps": planned}
-        if planned is not None and not log.summary:
+        found |= _of_steps(steps, events, on_gpu=str(device).startswith("cuda"))
+    if at and config is not None and config.train.steps is not None:
+        planned = found["planned_steps"] = config.train.steps
+        found["epochs"] = steps[-1].get("train/epoch", 0.0) * planned / at
+        if not log.summary:
             found["remaining_s"] = max(planned - at, 0) * found["step_s"]
-        if planned is not None and at and "train/epoch" in steps[-1]:
-            found["epochs"] = steps[-1]["train/epoch"] * planned / at
-    notes = tuple(log.notes)
-    return Evidence(source="recorded run", config=config, machine=probe(), notes=notes, **found)
+    return Evidence(
+        source="recorded run",
+        config=config,
+        machine=probe(),
+        device=device,
+        world_size=int(finite_numbers(start).get("world_size", 1)),
+        speedups=on,
+        compile_fallback=reason,
+        failure=failure if has_failed else None,
+        notes=tuple(log.notes),
+        **found,
+    )
 
 
 def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
@@ -93,52 +94,59 @@ def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
     return tuple((int(record["step"]), record.get(name, math.nan)) for record in known)
 
 
-def _numbers(events: Sequence[JsonObject], kind: str, name: str) -> list[float]:
-    """Return a value of all events of a kind that have it."""
-    found = (finite_numbers(one).get(name) for one in events if one["event"] == kind)
-    return [number for number in found if number is not None]
-
-
 def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -> dict[str, Any]:
     """Return the evidence of the recorded steps. Each time is that of the typical step.
 
     On a GPU, the phases are only those that the host waited for. What remains of the time between
     the first and the last record, without steps and saves, is that of evaluations and samples.
     """
-    first, last = records[0], records[-1]
+
+    def usual(name: str, scale: float = 1e-3) -> float | None:
+        """Return the typical value of a metric."""
+        value = typical([record[name] for record in records if name in record])
+        return value and scale * value
+
+    def of(kind: str, name: str) -> list[float]:
+        """Return a value of all events of a kind that have it."""
+        found = (finite_numbers(one) for one in events if one["event"] == kind)
+        return [one[name] for one in found if name in one]
+
+    def texts(name: str, kind: type) -> list[Any]:
+        """Return a field of all events that have one of this type."""
+        return [one[name] for one in events if isinstance(one.get(name), kind)]
+
+    first, last, blocked = records[0], records[-1], of("save", "blocked_ms")
     between = int(last["step"] - first["step"])
     steps = max(between + int(records[:2][-1]["step"] - first["step"] or first["step"]), 1)
-    found: dict[str, Any] = {}
-    for field, (name, scale) in FIGURES.items():
-        value = typical([record[name] for record in records if name in record])
-        found[field] = None if value is None else scale * value
-    if on_gpu:
-        found |= {"compute_s": None, "logging_s": None}
-    mean_s = 1e-3 * fmean([record["perf/step_ms"] for record in records[1:] or records])
-    blocked = _numbers(events, "save", "blocked_ms")
-    save_s, elapsed_s = 1e-3 * sum(blocked), last.get("elapsed_s", 0.0)
+    step_s, save_s = usual("perf/step_ms") or 0.0, 1e-3 * sum(blocked)
+    mean_s = 1e-3 * fmean(record["perf/step_ms"] for record in records[1:] or records)
+    elapsed_s = last.get("elapsed_s", 0.0)
     rest_s = max(elapsed_s - first.get("elapsed_s", 0.0) - between * mean_s - save_s, 0.0)
     scores = any(one["event"] in ("evaluation", "sample") for one in events)
     scores |= any("val/loss" in one for one in records)
     evaluation_s = rest_s / between if between and scores else 0.0
     is_enough = elapsed_s >= ENOUGH_S or not blocked
     checkpoint_s = lasting_s(save_s / steps, len(blocked)) if is_enough else None
-    reasons = [one["reasons"] for one in events if isinstance(one.get("reasons"), list)]
-    sources = (one["peak_source"] for one in events if isinstance(one.get("peak_source"), str))
-    return found | {
+    used, reasons = usual("gpu/util_pct", 1.0), texts("reasons", list)
+    phases = {"compute_s": usual("perf/device_ms"), "logging_s": usual("perf/host_ms")}
+    if on_gpu:
+        phases = {"host_s": (1 - used / 100) * step_s} if used and used < LOW_USE else {}
+    return phases | {
         "steps": steps,
-        "step_s": (found["step_s"] or 0.0) + (checkpoint_s or 0.0) + evaluation_s,
+        "step_s": step_s + (checkpoint_s or 0.0) + evaluation_s,
+        "data_wait_s": usual("perf/data_wait_ms"),
         "checkpoint_s": checkpoint_s,
         "evaluation_s": evaluation_s,
-        "compile_s": sum(_numbers(events, "recompiled", "compile_s")) / steps,
-        "recompiles": sum(_numbers(events, "recompiled", "graphs")) / steps,
+        "compile_s": sum(of("recompiled", "compile_s")) / steps,
+        "recompiles": sum(of("recompiled", "graphs")) / steps,
         "recompile_reason": next((str(one) for each in reasons for one in each), None),
         "peak_gib": last.get("mem/peak_gib"),
         "reserved_gib": last.get("mem/reserved_gib"),
-        "peak_tflops": next(iter(_numbers(events, "start", "peak_tflops")), None),
-        "peak_source": next(sources, None),
+        "peak_tflops": next(iter(of("start", "peak_tflops")), None),
+        "peak_source": next(iter(texts("peak_source", str)), None),
+        "mfu": usual("perf/mfu", 1.0),
+        "tokens_per_s": usual("perf/tokens_per_s", 1.0),
         "losses": series_of(records, "train/loss"),
-        "grad_norms": series_of(records, "train/grad_norm"),
         "skipped_steps": sum(one["event"] == "skip" for one in events),
     }
 
@@ -149,32 +157,21 @@ def _other_processes(records: Records, events: Sequence[JsonObject]) -> dict[str
     `other_busy_cores` is the mean of the records in which they left too few for the run's threads,
     if there are any, and `busy_share` is their share.
     """
-    stated = [one.get("environment") for one in events if one["event"] in STARTS]
-    threads = stated[-1].get("threads") if stated and isinstance(stated[-1], dict) else None
-    threads = threads if isinstance(threads, int) and threads > 0 else 1
-    known = [one for one in records if {"cpu/other_cores", "cpu/cores"} <= one.keys()]
-    busy = [one for one in known if one["cpu/other_cores"] + threads > one["cpu/cores"]]
+    stated = [one["environment"] for one in events if isinstance(one.get("environment"), dict)]
+    threads = int(finite_numbers(stated[-1]).get("threads", 1)) if stated else 1
+    known = [
+        (one["cpu/other_cores"], int(one["cpu/cores"]))
+        for one in records
+        if {"cpu/other_cores", "cpu/cores"} <= one.keys()
+    ]
+    busy = [one for one in known if one[0] + threads > one[1]]
     if not known:
         return {}
-    found = {"other_busy_cores": fmean(one["cpu/other_cores"] for one in busy or known)}
+    found: dict[str, Any] = {"other_busy_cores": fmean(others for others, _ in busy or known)}
     if busy:
-        cores, share = int(busy[-1]["cpu/cores"]), len(busy) / len(known)
-        found |= {"cores": cores, "threads": threads, "busy_share": share}
+        share = len(busy) / len(known)
+        found |= {"cores": busy[-1][1], "threads": threads, "busy_share": share}
     return found
-
-
-def _failure(folder: Path, events: Sequence[JsonObject], records: Records) -> Failure | None:
-    """Return why the run ended, if it failed."""
-    if layout.read_exit_code(folder) != FAILED:
-        return None
-    unknown = {"event": "error", "what": "The run failed. Its output shows why."}
-    *_, error = [unknown, *(one for one in events if one["event"] == "error")]
-    return Failure(
-        kind=FAILURES.get(str(error.get("kind")), "error"),
-        message=str(error.get("what", "")),
-        fix=error.get("fix"),
-        step=int(records[-1]["step"]) if records else None,
-    )
 
 
 def _speedups(events: Sequence[JsonObject]) -> tuple[tuple[str, ...] | None, str | None]:

@@ -91,7 +91,7 @@ def make_plan(
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
     with progress.task("Tracing the memory of a step"):
         memory, problem, time = target.predict(config, decisions)
-    notes = [*filter(None, (note, target.network_note())), *checkpointing_notes(decisions)]
+    notes = [*filter(None, (note, target.note())), *checkpointing_notes(decisions)]
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
     batches, others = [], (config.batch.accumulate or 1) * target.world_size
@@ -128,10 +128,7 @@ def make_plan(
         accumulate=config.batch.accumulate or 1,
         steps=steps,
         tokens=None if steps is None else steps * (config.batch.tokens_per_step or 0),
-        memory=memory_at_peak(memory, target.capacity) if memory else None,
-        memory_from=memory.source if memory else None,
-        memory_error=memory.error if memory else None,
-        peak_gib=memory.peak_gib if memory else None,
+        **(memory_at_peak(memory, target.capacity) if memory else {}),
         fits=False if target.is_missing else fits,
         largest_rows_per_device=largest,
         tokens_per_s=time.tokens_per_s,
@@ -186,9 +183,14 @@ class Target:
         capacity = self.capacity
         return memory.total <= capacity.free if memory and capacity else None
 
-    def network_note(self) -> str | None:
-        """Return what is assumed of the network between machines, if it is not named."""
+    def note(self) -> str | None:
+        """Return what is assumed of a machine that is not here, or is not fully named."""
         each = self.machine.gpus_per_node
+        if self.is_missing:
+            return (
+                "This machine has no GPU, so nothing is known of memory and rate. Name the one to "
+                "plan for: --machine H100."
+            )
         if self.world_size <= each or self.machine.network_gbit_per_s:
             return None
         return (
@@ -282,16 +284,15 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
         return []
     world, each = target.world_size, min(target.machine.gpus_per_node, target.world_size)
     contexts = [1] if requested.data.seq_len < LONG else [1, 2, 4, 8]
+    keys = ("parallel.shard", "parallel.context", "parallel.tensor")
+    every = product(sorted({1, each, world}), contexts, sorted({1, each}))
     tried = [
-        {"parallel.shard": shard // tensor, "parallel.context": context, "parallel.tensor": tensor}
-        for shard, context, tensor in product(sorted({1, each, world}), contexts, sorted({1, each}))
+        {key: size for key, size in zip(keys, sizes, strict=True) if size > 1} or {keys[0]: 1}
+        for shard, context, tensor in every
         if 1 in (context, tensor) and (context * tensor == 1 or (shard > 1 and not shard % context))
+        for sizes in [(shard // tensor, context, tensor)]
     ]
-    only = [
-        {key: size for key, size in values.items() if size > 1} or {"parallel.shard": 1}
-        for values in tried
-    ]
-    found = [Alternative(**fields) for fields in target.alternatives(requested, only)]
+    found = [Alternative(**fields) for fields in target.alternatives(requested, tried)]
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
 
 
@@ -310,35 +311,34 @@ def changes_of(
     """
     workload, batch, need_gib = workload_of(config), config.batch, memory.total / GIB
     rows, accumulate = int(batch.rows_per_device), batch.accumulate or 1
-    pinned = {
-        "batch.tokens_per_step": batch.tokens_per_step,
-        "batch.rows_per_device": rows,
-        "batch.accumulate": accumulate,
-    }
-    savers = [speedup for speedup in all_speedups() if TOUCH_MEMORY & speedup.fills.keys()]
-    words = [adding(requested.speedups, [speedup.name]) for speedup in savers]
-    weak = {
-        f"speedups={word}"
-        for word, speedup in zip(words, savers, strict=True)
-        if speedup.tolerance.kind == "statistical"
-    }
     leanest = workload.model_class.leanest(workload.model_config)
-    tried: list[dict[str, Any]] = [{"speedups": word} for word in words]
-    tried.append({f"model.{key}": value for key, value in leanest.items()})
-    if fewer := next(divisors(rows * accumulate, min(largest, rows - 1)), None):
-        accumulate = rows * accumulate // fewer
-        tried.append({"batch.rows_per_device": fewer, "batch.accumulate": accumulate})
-    if workload.num_shards == 1:
-        tried.append({"parallel.shard": target.world_size})
-    if workload.on_gpu and not workload.offloads:
-        tried.append({"parallel.offload": "cpu"})
+    fewer = next(divisors(rows * accumulate, min(largest, rows - 1)), 0)
+    others: list[dict[str, Any]] = [
+        {f"model.{key}": value for key, value in leanest.items()},
+        {"batch.rows_per_device": fewer, "batch.accumulate": rows * accumulate // max(fewer, 1)},
+        {"parallel.shard": target.world_size if workload.num_shards == 1 else 0},
+        {"parallel.offload": "cpu" if workload.on_gpu and not workload.offloads else 0},
+    ]
+    tried = [
+        ({"speedups": adding(requested.speedups, [one.name])}, one.tolerance.kind)
+        for one in all_speedups()
+        if TOUCH_MEMORY & one.fills.keys()
+    ]
+    pinned = requested.with_values(
+        {
+            "batch.tokens_per_step": batch.tokens_per_step,
+            "batch.rows_per_device": rows,
+            "batch.accumulate": accumulate,
+        }
+    )
     found = [
         Change(
             **fields,
             saves_gib=need_gib - fields["need_gib"],
-            tolerance="different, equal in the mean" if weak & {*fields["overrides"]} else None,
+            tolerance="different, equal in the mean" if kind == "statistical" else None,
         )
-        for fields in target.alternatives(requested.with_values(pinned), tried)
+        for values, kind in (*tried, *((each, "exact") for each in others if all(each.values())))
+        for fields in target.alternatives(pinned, [values])
         if fields["need_gib"] and fields["need_gib"] < (1 - LEAST_SAVING) * need_gib
     ]
     return sorted(found, key=lambda change: (not change.fits, change.need_gib))
@@ -374,15 +374,13 @@ def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None,
 
     Raises: DataError when it is damaged or too short.
     """
-    paths = list(config.data.mix or ([config.data.path] if config.data.path else []))
-    why = None if paths else "No dataset is set"
-    for path in paths:
-        if is_url(path):
-            why = why or f"{path} is not downloaded"
-        elif not (Path(path).expanduser() / MANIFEST).exists():
-            why = why or f"{path} is not a dataset yet"
-    if why:
-        return None, f"{why}, so the time omits the evaluations."
+    paths = list(config.data.mix or filter(None, [config.data.path]))
+    absent = (
+        path for path in paths if is_url(path) or not (Path(path).expanduser() / MANIFEST).exists()
+    )
+    missing = next((f"{path} is not a dataset here" for path in absent), None)
+    if missing or not paths:
+        return None, f"{missing or 'No dataset is set'}, so the time omits the evaluations."
     return open_dataset(config, progress=progress), None
 
 
@@ -405,7 +403,7 @@ def parameters_by_part(model: LanguageModel) -> dict[str, int]:
 
 
 def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
-    """Return the parts of the predicted peak in GiB. They add up to what is allocated."""
+    """Return the memory of a plan, in GiB: the parts add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
     logits = min(found.logits, moment.transient) if moment.name == "the loss" else 0
     sizes = {
@@ -423,6 +421,11 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
         "gradients_in_all": found.gradients,
         "host": found.host,
     }
-    available = capacity.free / GIB if capacity else None
     gib = {name: size / GIB for name, size in sizes.items()}
-    return {**gib, "peak_in": moment.name, "available": available}
+    available = capacity.free / GIB if capacity else None
+    return {
+        "memory": {**gib, "peak_in": moment.name, "available": available},
+        "memory_from": memory.source,
+        "memory_error": memory.error,
+        "peak_gib": memory.peak_gib,
+    }

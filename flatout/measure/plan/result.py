@@ -154,18 +154,18 @@ class Plan(Result):
     """Optimizer steps."""
     tokens: int | None
     """Training tokens."""
-    memory: Annotated[JsonObject | None, Show("Memory", record=_memory)]
+    memory: Annotated[JsonObject | None, Show("Memory", record=_memory)] = None
     """The predicted peak of one device in GiB, by part.
 
     weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
     add up to `allocated`. `reserved` is what the allocator holds for it, `context` what the process
     needs besides, `total` is their sum. `available` is what the device has, `host` what is in the
     memory of the machine instead. null for a model that cannot be traced."""
-    memory_from: str | None
+    memory_from: str | None = None
     """How the memory was predicted."""
-    memory_error: float | None
+    memory_error: float | None = None
     """Relative error to expect of the memory. Null if not known."""
-    peak_gib: float | None
+    peak_gib: float | None = None
     """The number that `train` will report as peak_gib."""
     fits: bool | None
     """Whether it fits in the memory that is available now. Null if not known."""

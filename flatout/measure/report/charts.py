@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 from bokeh.themes import Theme
 
-from flatout.measure.report.curves import COLUMNS, Curve, RunData, outline
+from flatout.measure.report.curves import CHARTS, COLUMNS, NOT_DRAWN, Chart, Curve, RunData, outline
 
 NUM_COLORS = 8
 """Colours in page.css. They repeat after that."""
@@ -47,40 +47,16 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Chart:
-    """One chart: metrics of metrics.jsonl that share a unit."""
+class Drawn:
+    """A chart with what it shows of some runs."""
 
     key: str
     title: str
     unit: str
-    labels: Mapping[str, str]
-    """Name in metrics.jsonl to label."""
-    scale: float = 1.0
-    """Values are multiplied by this."""
-    lines: tuple[Line, ...] = ()
-    """What it shows of some runs."""
+    lines: tuple[Line, ...]
 
 
-STEP = {f"perf/{name}_ms": name for name in ("step", "device", "host")}
-STEP["perf/data_wait_ms"] = "waiting for data"
-MEMORY = {f"mem/{name}_gib": name for name in ("peak", "allocated", "reserved", "process")}
-CHARTS = (
-    Chart("loss", "Loss", "nats per token", {"train/loss": "training", "val/loss": "validation"}),
-    Chart("rate", "Throughput", "tokens/s", {"perf/tokens_per_s": "tokens/s"}),
-    Chart("mfu", "Model FLOPs utilisation", "% of the peak", {"perf/mfu": "MFU"}, scale=100),
-    Chart("step", "Time of a step", "ms", STEP),
-    Chart("memory", "Memory", "GiB", MEMORY),
-    Chart("norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
-    Chart("lr", "Learning rate", "", {"train/lr": "learning rate"}),
-    Chart("others", "Other processes", "cores", {"cpu/other_cores": "busy"}),
-    Chart("gpu", "GPU utilisation", "%", {"gpu/util_pct": "utilisation"}),
-    Chart("power", "GPU power", "W", {"gpu/power_w": "power"}),
-)
-NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
-"""Metrics that repeat the shape of another chart."""
-
-
-def drawn_charts(runs: Sequence[RunData]) -> list[Chart]:
+def drawn_charts(runs: Sequence[RunData]) -> list[Drawn]:
     """Return the charts that have something to show, in the order of the page.
 
     Metrics that CHARTS does not name have charts of their own, up to a number. A colour stands for
@@ -88,29 +64,28 @@ def drawn_charts(runs: Sequence[RunData]) -> list[Chart]:
     """
     named = NOT_DRAWN.union(*(chart.labels for chart in CHARTS))
     others = sorted({name for run in runs for name in run.curves} - named)[:MAX_OTHER_CHARTS]
-    charts = [*CHARTS] + [
-        Chart(f"other{number}", name, "", {name: name.rpartition("/")[2]})
-        for number, name in enumerate(others)
+    every = [*CHARTS, *(Chart(name, "", {name: name.rpartition("/")[2]}) for name in others)]
+    found = [
+        Drawn(f"chart{at}", chart.title, chart.unit, tuple(_lines(chart, runs)))
+        for at, chart in enumerate(every)
     ]
-    found = [replace(chart, lines=tuple(_lines(chart, runs))) for chart in charts]
     return [chart for chart in found if chart.lines]
 
 
 def _lines(chart: Chart, runs: Sequence[RunData]) -> Iterator[Line]:
-    several, dashes = len(runs) > 1, list(DASHES)
+    several, scales = len(runs) > 1, np.array([[1.0], [1.0], [1.0], [chart.scale]])
     for index, run in enumerate(runs):
         for number, (metric, label) in enumerate(chart.labels.items()):
             curve = run.curves.get(metric)
             if curve is None or not np.isfinite(curve[-1]).any():
                 continue
-            scales = np.array([[1.0], [1.0], [1.0], [chart.scale]])
-            names = [run.name] if several and len(chart.labels) == 1 else [run.name, label]
+            names = [run.name] if len(chart.labels) == 1 else [run.name, label]
             yield Line(
                 key=f"{index}|{metric}",
-                label=" · ".join(names if several else [label]),
+                label=" · ".join(names) if several else label or chart.title,
                 curve=outline(curve) * scales,
                 color=(index if several else number) % NUM_COLORS,
-                dash=dashes[number % len(dashes)] if several else "solid",
+                dash=[*DASHES][number % len(DASHES)] if several else "solid",
             )
 
 
@@ -120,7 +95,7 @@ def library() -> str:
     return "\n".join(resources.js_raw[:1])
 
 
-def charts_json(charts: Sequence[Chart]) -> dict[str, Any]:
+def charts_json(charts: Sequence[Drawn]) -> dict[str, Any]:
     """Return the document, and what page.js needs to know about its charts.
 
     Positions of a curve are columns of its data source: `step`, `tokens` and `elapsed_s`.
@@ -142,7 +117,7 @@ def charts_json(charts: Sequence[Chart]) -> dict[str, Any]:
     }
 
 
-def _plot(chart: Chart, x_range: Range1d) -> figure:
+def _plot(chart: Drawn, x_range: Range1d) -> figure:
     """Return the plot of one chart, whose look page.yaml, page.css and page.js provide.
 
     It has a horizontal axis for each position, of which page.js shows one.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from array import array
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
@@ -15,7 +18,7 @@ from numpy.typing import NDArray
 
 from flatout.measure.diagnose.diagnosis import FILE, read_diagnosis
 from flatout.measure.results import SUMMARY_FILE
-from flatout.measure.runlog import RunLog
+from flatout.measure.runlog import RunLog, typical
 from flatout.progress import counted
 from flatout.storage.json_io import is_finite
 
@@ -25,10 +28,47 @@ COLUMNS = ("step", "tokens", "elapsed_s", "value")
 """Where a point can be drawn, and its value."""
 NUMBERS = {int, float, NoneType}
 """Types of a metric. Null is a value that was not finite."""
-MAX_EVENTS = 20_000
-"""Events beyond this number are omitted."""
 INTERVALS = 600
 """Intervals of a long curve. Each contributes its lowest and its highest point."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics of metrics.jsonl that share a unit."""
+
+    title: str
+    unit: str
+    labels: Mapping[str, str]
+    """Name in metrics.jsonl to label. "": that of the chart."""
+    scale: float = 1.0
+    """Values are multiplied by this."""
+    reduce: Callable[[Sequence[float]], float | None] = typical
+    """What a run reached."""
+
+
+def last(values: Sequence[float]) -> float:
+    """Return the last value."""
+    return values[-1]
+
+
+STEP = {f"perf/{name}_ms": name for name in ("step", "device", "host")}
+STEP["perf/data_wait_ms"] = "waiting for data"
+MEMORY = {f"mem/{name}_gib": name for name in ("peak", "allocated", "reserved", "process")}
+LOSSES = {"train/loss": "training", "val/loss": "validation"}
+CHARTS = (
+    Chart("Loss", "nats per token", LOSSES, reduce=last),
+    Chart("Throughput", "tokens/s", {"perf/tokens_per_s": ""}),
+    Chart("Model FLOPs utilisation", "% of the peak", {"perf/mfu": ""}, scale=100),
+    Chart("Time of a step", "ms", STEP),
+    Chart("Memory", "GiB", MEMORY, reduce=max),
+    Chart("Gradient norm", "before clipping", {"train/grad_norm": ""}),
+    Chart("Learning rate", "", {"train/lr": ""}, reduce=last),
+    Chart("Other processes", "cores busy", {"cpu/other_cores": ""}),
+    Chart("GPU utilisation", "%", {"gpu/util_pct": ""}),
+    Chart("GPU power", "W", {"gpu/power_w": ""}),
+)
+NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
+"""Metrics that repeat the shape of another chart."""
 
 
 class RunData(RunLog):
@@ -43,10 +83,11 @@ class RunData(RunLog):
         self.name = name
         columns: dict[str, list[array[float]]]
         columns = defaultdict(lambda: [array("d") for _ in COLUMNS])
-        self.num_records = 0
+        self.num_records, self.steps, self.elapsed_s = 0, 0, None
         for line in self.lines():
             self.num_records += 1
             place = (line["step"], line.get("tokens"), line.get("elapsed_s", line.get("wall_s")))
+            self.steps, self.elapsed_s = max(self.steps, place[0]), place[2]
             for metric, value in line.items():
                 if "/" in metric and type(value) in NUMBERS:
                     for column, number in zip(columns[metric], (*place, value), strict=True):
@@ -61,12 +102,6 @@ class RunData(RunLog):
                 )
         if not self.num_records:
             self.notes.append("metrics.jsonl has no records yet, so there are no curves.")
-        if len(self.events) > MAX_EVENTS:
-            self.events = self.events[:MAX_EVENTS]
-            self.notes.append(
-                f"events.jsonl has more than {MAX_EVENTS:,} events. "
-                "The report shows the first ones."
-            )
         _ = self.settings, self.summary  # now, as their damage becomes a note
         self.diagnosis = read_diagnosis(path)
         """What `flatout diagnose` found."""
@@ -79,24 +114,19 @@ class RunData(RunLog):
         path = self.path / SUMMARY_FILE
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
-    def values(self, name: str) -> list[float]:
-        """Return the finite values of a metric, or of a position of the longest curve."""
-        if name in COLUMNS:
-            longest = max(self.curves.values(), key=np.size, default=None)
-            row = None if longest is None else longest[COLUMNS.index(name)]
-        else:
-            row = self.curves[name][-1] if name in self.curves else None
-        return [] if row is None else [float(value) for value in row[np.isfinite(row)]]
+    def values(self, metric: str) -> list[float]:
+        """Return the finite values of a metric."""
+        curve = self.curves.get(metric)
+        return [] if curve is None else [float(each) for each in curve[-1][np.isfinite(curve[-1])]]
 
 
 def read_runs(paths: list[Path]) -> list[RunData]:
     """Return the contents of run directories, each with a unique short name."""
-    parts = [path.absolute().parts for path in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
-        if len(set(names)) == len(names):
-            break
-    return [RunData(path, name) for path, name in zip(paths, names, strict=True)]
+    whole = [path.absolute() for path in paths]
+    common = os.path.commonpath([path.parent for path in whole])
+    return [
+        RunData(path, str(at.relative_to(common))) for path, at in zip(paths, whole, strict=True)
+    ]
 
 
 def outline(curve: Curve) -> Curve:

@@ -1,12 +1,12 @@
 """What `diagnose` and `watch` recognise: each rule looks for one cause in the evidence. No torch.
 
-A rule is a row of `table.py` where one share, one threshold, one sentence, one line and one fix are
-enough, or else a function in a file of this folder:
+A rule is a `row`, as in `table.py`, or a function in a file of this folder where facts meet:
 
-    @rule()
-    def slow_save(evidence: Evidence) -> Finding | None:
+    @rule(site="save")
+    def slow_save(evidence: Evidence) -> Found | None:
 
-It is silent on a healthy run, and when the facts that it needs are None.
+Both return the share of the step that is lost, one sentence and a fix. They return None on a
+healthy run, and when the facts that they need are None.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import all_speedups
 from flatout.config.schema import RunConfig
+from flatout.display import Display, digits, milliseconds
 from flatout.measure.steps.evidence import CallSite, Evidence
 from flatout.storage.files import Stored
 
 Harm = Literal["fails", "spoils", "slows", "warns"]
 """What a finding does to the run: it cannot run, its result will be wrong or worse, it loses time,
 or it may do one of these later."""
+
+UNITS = {"s": "s", "mib": "MiB", "gib": "GiB", "c": "°C"}
+"""Ends of the names of figures that are their unit."""
 
 
 class Fix(Stored):
@@ -35,39 +40,13 @@ class Fix(Stored):
     """One imperative sentence."""
     overrides: Mapping[str, Any] = {}
     """Settings of the recipe, by dotted key. {} means it cannot be written in a recipe."""
-    gain: float | None = None
-    """Share of the step's time that it should save, between 0 and 1. None if unknown."""
-    gain_from: str | None = None
-    """How the gain was estimated."""
-    cost_s: float = 0.0
-    """Seconds that it costs once, such as compiling."""
-    same_result: bool = True
-    """Whether the run computes the same losses, except for rounding."""
-
-    def worth(self, remaining_s: float | None) -> float:
-        """Return a key to rank by: the seconds saved in the rest of the run, if that is known.
-
-        Otherwise it is the share of the step. Fixes of unknown gain come before those that cost
-        more than they save.
-        """
-        if self.gain is None:
-            return 0.0
-        return self.gain if remaining_s is None else self.gain * remaining_s - self.cost_s
-
-    def described(self) -> str:
-        """Return the text with the expected gain."""
-        if self.gain is None:
-            return self.text
-        cost = f", after {self.cost_s:.0f} s once" if self.cost_s else ""
-        source = f" (from {self.gain_from})" if self.gain_from else ""
-        return f"{self.text} It should save about {self.gain:.0%} of each step{cost}{source}."
 
 
 class Finding(Stored):
     """A cause, as shown to the user and written to findings.json."""
 
-    name: str = ""
-    """Name of the rule, which it fills in."""
+    name: str
+    """Name of the rule."""
     verdict: str
     """One sentence with the most important number."""
     harm: Harm = "slows"
@@ -75,14 +54,43 @@ class Finding(Stored):
     figures: Mapping[str, float | int | str | None] = {}
     """The evidence, under names that include the unit."""
     share: float | None = None
-    """Share of the step's time that is lost. None if unknown, or no time is lost."""
+    """Share of the step's time that a fix saves at most. None if unknown, or no time is lost."""
     site: CallSite | None = None
     """The line of the user's code that causes it."""
     fixes: tuple[Fix, ...] = ()
-    """What to do, the best first in a diagnosis."""
+    """What to do."""
+
+    def display(self) -> Display:
+        """Return the verdict, the line, the evidence, and the fix."""
+        figures = [in_words(*one) for one in self.figures.items() if one[1] is not None]
+        lost, line = f"{self.share or 0.0:.0%}", self.site.describe() if self.site else ""
+        figures += [f"{lost} of the step"] if self.share and lost not in self.verdict else []
+        values = [("at", line)] if line not in self.verdict else []
+        values += [("evidence", ", ".join(figures))] if figures else []
+        return Display(self.verdict, values + [("fix", fix.text) for fix in self.fixes])
 
 
-Look = Callable[[Evidence], Finding | None]
+def in_words(name: str, value: Any) -> str:
+    """Return a figure whose name includes its unit as text: `idle_s` is `idle 3 ms`."""
+    *words, unit = name.split("_")
+    text = value if isinstance(value, str) else digits(value)
+    if unit in UNITS:
+        text = milliseconds(float(value)) if unit == "s" else f"{text} {UNITS[unit]}"
+    return " ".join([*words, text] if unit in UNITS else [*words, unit, text])
+
+
+Settings: TypeAlias = Mapping[str, Any]
+Loss: TypeAlias = Any
+"""The share of the step that is lost, or the `Harm` where no time is. Anything false if healthy."""
+Remedy: TypeAlias = Any
+"""The text of a fix, or the text and its settings. Anything false where it does not apply."""
+Way: TypeAlias = Remedy | Callable[[Evidence, float], Remedy]
+"""A remedy, or a function that returns it for the share that is lost."""
+Found: TypeAlias = tuple[Loss, str, tuple[Way, ...]]
+"""A loss, a verdict and ways to mend it, of which the first one that applies is the fix.
+
+Texts may have the words {e}, the evidence, {share}, {site}, and of a fix {set}, its settings.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,77 +100,74 @@ class Rule:
     name: str
     summary: str
     """What it looks for, in one sentence."""
-    look: Look
-    """Returns the finding, or None."""
-    unless: tuple[str, ...] = ()
+    find: Callable[[Evidence], Found | None]
+    site: str = ""
+    """Kinds of lines that its findings are about: the first one that is known counts."""
+    shows: str = ""
+    """The facts behind its findings."""
+    unless: str = ""
     """Rules with a more specific cause: when one of them finds something, this one is silent."""
 
-
-def rule(
-    site: str = "", shows: tuple[str, ...] = (), unless: tuple[str, ...] = ()
-) -> Callable[[Look], Rule]:
-    """Make a rule of a function, whose docstring is the summary.
-
-    `site` is the kind of line that its findings are about, and `shows` the facts behind them.
-    """
-
-    def made(function: Look) -> Rule:
-        name, summary = (
-            function.__name__.replace("_", "-"),
-            (function.__doc__ or "").partition("\n"),
+    def look(self, evidence: Evidence) -> Finding | None:
+        """Return the finding. None on a healthy run, or where no remedy applies."""
+        loss, says, ways = self.find(evidence) or (None, "", ())
+        share = loss if isinstance(loss, float) else None
+        remedies = (way(evidence, share or 0.0) if callable(way) else way for way in ways)
+        remedy = loss and next(filter(None, remedies), None)
+        if not remedy:
+            return None
+        text, settings = remedy if isinstance(remedy, tuple) else (remedy, {})
+        site = evidence.site(self.site)
+        words = {
+            "e": evidence,
+            "share": share,
+            "site": site.describe() if site else "lines of other packages",
+            "set": shown(settings),
+        }
+        return Finding(
+            name=self.name,
+            verdict=says.format(**words),
+            harm=loss if isinstance(loss, str) else "slows",
+            figures={name: getattr(evidence, name) for name in self.shows.split()},
+            share=share,
+            site=site,
+            fixes=(Fix(text=text.format(**words), overrides=settings if evidence.config else {}),),
         )
 
-        def look(evidence: Evidence) -> Finding | None:
-            found = function(evidence)
-            if found is None:
-                return None
-            known = {"figures": {**facts(evidence, *shows), **found.figures}, "name": name}
-            return found.model_copy(update=known | {"site": found.site or evidence.site(site)})
 
-        return Rule(name, summary[0], look, unless)
+def rule(**options: str) -> Callable[[Callable[[Evidence], Found | None]], Rule]:
+    """Make a rule of a function, whose docstring is the summary. `options` are fields of `Rule`."""
+    return lambda find: Rule(
+        find.__name__.replace("_", "-"), str(find.__doc__).partition("\n")[0], find, **options
+    )
 
-    return made
+
+def row(
+    name: str,
+    summary: str,
+    loss: Callable[[Evidence], Loss],
+    says: str,
+    *ways: Way,
+    **options: str,
+) -> Rule:
+    """Return a rule of its loss, its sentence and its remedies. `options` are fields of `Rule`."""
+    return Rule(name, summary, lambda evidence: (loss(evidence), says, ways), **options)
 
 
 @cache
 def rules() -> list[Rule]:
     """Return every rule of the files in this folder, sorted by name."""
-    found: list[Rule] = []
+    found: list[Any] = []
     for each in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{each.name}")
-        for value in vars(module).values():
-            listed = value if isinstance(value, list) else [value]
-            found += [one for one in listed if isinstance(one, Rule)]
-    return sorted(found, key=lambda rule: rule.name)
+        for value in vars(importlib.import_module(f"{__name__}.{each.name}")).values():
+            found += value if isinstance(value, list) else [value]
+    return sorted((one for one in found if isinstance(one, Rule)), key=lambda one: one.name)
 
 
-def fix(text: str, gain: float | None = None, gain_from: str | None = None, **more: Any) -> Fix:
-    """Return a fix. `gain_from` counts only if there is a gain."""
-    return Fix(text=text, gain=gain, gain_from=None if gain is None else gain_from, **more)
-
-
-def speedup_fixes(
-    evidence: Evidence,
-    slot: str,
-    text: str,
-    gain: float | None = None,
-    gain_from: str | None = None,
-) -> list[Fix]:
-    """Return a fix per speedup that fills `slot` and is off. [] for loops without a recipe.
-
-    `text` describes what it does, without a full stop. By its slot, a finding needs no speedup's
-    name.
-    """
-    return [
-        fix(
-            f"{text}: add the speedup {each.name}.",
-            gain,
-            gain_from,
-            overrides={"speedups": f"+{each.name}"},
-        )
-        for each in all_speedups()
-        if slot in each.fills and is_off(evidence, each.name)
-    ]
+def shown(settings: Settings) -> str:
+    """Return settings as a command line states them."""
+    words = (f"{key}={'null' if value is None else value}" for key, value in settings.items())
+    return " ".join(words).replace("speedups=+", "add the speedup ")
 
 
 def is_off(evidence: Evidence, speedup: str) -> bool:
@@ -170,21 +175,34 @@ def is_off(evidence: Evidence, speedup: str) -> bool:
     return evidence.config is not None and speedup not in (evidence.speedups or ())
 
 
-def with_rows(config: RunConfig, rows: int) -> dict[str, Any]:
-    """Return the overrides for other rows per micro-batch and the same tokens per step."""
-    return {
-        "batch.tokens_per_step": config.batch.tokens_per_step,
-        "batch.rows_per_device": rows,
-        "batch.accumulate": None,
-    }
+def speedup(slot: str, text: str) -> Way:
+    """Return the remedy to turn on the first speedup that fills a slot, if it is off.
+
+    By its slot, a finding needs no speedup's name.
+    """
+    return lambda evidence, _: next(
+        (
+            (text, {"speedups": f"+{each.name}"})
+            for each in all_speedups()
+            if slot in each.fills and is_off(evidence, each.name)
+        ),
+        None,
+    )
 
 
-def facts(evidence: Evidence, *names: str) -> dict[str, Any]:
-    """Return fields of the evidence as figures of a finding, seconds as milliseconds."""
-    found = {}
-    for name in names:
-        value = getattr(evidence, name)
-        if name.endswith("_s") and value is not None:
-            name, value = f"{name[:-2]}_ms", 1e3 * value
-        found[name] = value
-    return found
+def rows_of(config: RunConfig | None) -> int:
+    """Return the rows of a micro-batch. 0 where they are not known."""
+    rows = config and config.batch.rows_per_device
+    return rows if isinstance(rows, int) else 0
+
+
+def with_rows(evidence: Evidence, most: int, least: int = 1) -> Remedy:
+    """Return the remedy of the most rows per micro-batch up to a number, in the same step."""
+    config = evidence.config
+    if config is None:
+        return None
+    tokens = config.batch.tokens_per_step or 0
+    rows = next(divisors(tokens // config.data.seq_len // evidence.world_size, most), 0)
+    keys = ("batch.tokens_per_step", "batch.rows_per_device", "batch.accumulate")
+    settings = dict(zip(keys, (tokens, rows, None), strict=True))
+    return rows >= least and ("Set {set}: the same step in other micro-batches.", settings)

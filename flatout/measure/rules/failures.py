@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
+from statistics import median
 
-from flatout.measure.rules import Finding, Fix, Harm, fix, rule
+from flatout.measure.rules import Found, Remedy, rule
 from flatout.measure.steps.evidence import Evidence
 
 MIN_LOSSES, MIN_OF_RISE = 24, 64
@@ -30,122 +30,90 @@ MOST_SKIPPED = 0.05
 """Share of updates that float16 may skip."""
 
 
-@rule()
-def failure(evidence: Evidence) -> Finding | None:
+@rule(site="failure")
+def failure(evidence: Evidence) -> Found | None:
     """The run ends with an error, makes no progress, or cannot start: no data, no package."""
     ended = evidence.failed("error", "hang", "missing-package", "no-data")
     if ended is None:
         return None
-    verdict, advice, site = ended.message, ended.fix, ended.site
-    if ended.kind == "error":
-        verdict = f"The run fails{f' at step {ended.step}' if ended.step else ''}: {verdict}"
-    elif ended.kind == "hang" and site is not None:
-        verdict += f" It was at {site.describe()}."
-        advice = "Look at the line: a lock, a read from a network, or a loop without an end."
-    elif ended.kind == "hang":
-        advice = "Start it with `flatout train`, and inspect it with `py-spy dump --pid PID`."
-    fixes = (fix(advice),) if advice else ()
-    return Finding(verdict=f"{verdict.rstrip('.')}.", harm="fails", site=site, fixes=fixes)
+    says = "The run fails at step {e.failure.step}: {e.failure.message}"
+    if ended.kind != "error" or not ended.step:
+        says = "{e.failure.message}"
+    advice = "{e.failure.fix}" if ended.fix else "Look at the line, and at the output of the run."
+    return "fails", says, (advice,)
 
 
 @rule()
-def unstable_training(evidence: Evidence) -> Finding | None:
+def unstable_training(evidence: Evidence) -> Found | None:
     """The loss diverges, jumps or rises again, or float16 keeps overflowing.
 
     A jump after which the loss returns to its level is a warning: where batches have few rows, or
     rows that differ much, single losses are far above the others in stable training too. A level
     that stays up is lost progress.
     """
-    diverged, losses = evidence.failed("diverged"), evidence.losses or ()
+    losses = evidence.losses or ()
     lost = next((step for step, loss in losses if not math.isfinite(loss)), None)
-    skipped, values = evidence.skipped_steps or 0, [loss for _, loss in losses]
-    harm: Harm = "fails" if diverged is not None or lost is not None else "spoils"
+    values, jump, rise = [loss for _, loss in losses], (False, 0.0, 0), ""
     # a loss of both signs is a difference, as of rewards, whose level means nothing
-    if lost is not None or len(values) < MIN_LOSSES or min(values) < 0 < max(values):
-        values = []
-    jump = _worst_jump(values) if values else None
-    rise = _rise(values) if len(values) >= MIN_OF_RISE else None
-    jumps = f"The loss jumps by {jump[1]:.3g} at step {losses[jump[2]][0]}" if jump else ""
-    if diverged is not None:
-        verdict = diverged.message
-    elif lost is not None:
-        verdict = f"The loss is not a number from step {lost}."
-    elif jump and jump[0]:
-        verdict = f"{jumps}, and stays up."
-    elif rise is not None:
-        best = min(range(len(values)), key=values.__getitem__)
-        verdict = f"The loss rises again: {values[best]:.3g} at step {losses[best][0]}, and "
-        verdict += f"{rise:.3g} at the end."
-    elif skipped > MOST_SKIPPED * (evidence.steps or math.inf):
-        verdict = f"float16 overflowed, and {skipped} of {evidence.steps} updates were skipped."
-    elif jump:
-        harm, verdict = "warns", f"{jumps}."
-    else:
-        return None
-    keys = ("optim.lr", "schedule.warmup", "optim.clip")
-    figures = {key: evidence.setting(key) for key in keys}
-    return Finding(verdict=verdict, harm=harm, figures=figures, fixes=_calmer(evidence))
+    if lost is None and len(values) >= MIN_LOSSES and not min(values) < 0 < max(values):
+        noise = max(NOISE_SHARE * abs(median(values[:8])), NOISE)
+        jump, rise = _worst_jump(values, noise), _rise(values, noise)
+    lasts, size, index = jump
+    jumps = f"The loss jumps by {size:.3g} at step {losses[index][0] if size else 0}"
+    overflows = (evidence.skipped_steps or 0) > MOST_SKIPPED * (evidence.steps or math.inf)
+    found = (
+        (evidence.failed("diverged") and "fails", "{e.failure.message}"),
+        (lost is not None and "fails", f"The loss is not a number from step {lost}."),
+        (lasts and "spoils", f"{jumps}, and stays up."),
+        (rise and "spoils", f"The loss rises again: {rise}."),
+        (
+            overflows and "spoils",
+            "float16 overflowed, and {e.skipped_steps} of {e.steps} updates were skipped.",
+        ),
+        (size and "warns", f"{jumps}."),
+    )
+    return *next((one for one in found if one[0]), found[0]), (calmer,)
 
 
-def _noise_floor(values: Sequence[float]) -> float:
-    """Return the change of a loss that means nothing, as that of one which has reached zero."""
-    return max(NOISE_SHARE * abs(statistics.median(values[:8])), NOISE)
-
-
-def _worst_jump(values: Sequence[float]) -> tuple[bool, float, int] | None:
+def _worst_jump(values: Sequence[float], noise: float) -> tuple[bool, float, int]:
     """Return whether the largest jump above the losses before it lasts, its size and index.
 
-    Those that last come first. None without a jump. The first eighth of the run does not count: the
-    loss falls fast there.
+    Those that last come first. The size is 0 without a jump. The first eighth of the run does not
+    count: the loss falls fast there.
     """
     found, few = [], max(len(values) // 8, MIN_LASTING)
     for index in range(few, len(values)):
-        before = values[max(index - 16, 0) : index]
-        level = statistics.median(before)
-        deviation = 1.4826 * statistics.median(abs(value - level) for value in before)
-        limit = max(JUMP_DEVIATIONS * deviation, JUMP_SHARE * abs(level), _noise_floor(values))
-        if values[index] > level + limit:
-            after = values[index : index + few]
-            lasts = len(after) > 2 and statistics.median(after) > level + limit
-            found.append((lasts, values[index] - level, index))
-    return max(found, default=None)
+        before, after = values[max(index - 16, 0) : index], values[index : index + few]
+        level = median(before)
+        deviation = 1.4826 * median(abs(value - level) for value in before)
+        limit = max(JUMP_DEVIATIONS * deviation, JUMP_SHARE * abs(level), noise)
+        if after[0] > level + limit:
+            lasts = len(after) > 2 and median(after) > level + limit
+            found.append((lasts, after[0] - level, index))
+    return max(found, default=(False, 0.0, 0))
 
 
-def _rise(values: Sequence[float]) -> float | None:
-    """Return the level of the last losses, if it is well above the lowest of eight levels."""
+def _rise(values: Sequence[float], noise: float) -> str:
+    """Return the lowest and the last of eight levels, if the last is well above the lowest."""
+    if len(values) < MIN_OF_RISE:
+        return ""
     part = len(values) // 8
-    levels = [statistics.median(values[-n * part :][:part]) for n in range(8, 0, -1)]
-    noise = statistics.median(abs(b - a) for a, b in itertools.pairwise(values))
-    lowest = min(levels)
-    limit = max(
-        RISEN_SHARE * (levels[0] - lowest),
-        0.05 * abs(lowest),
-        MIN_RISE * noise,
-        _noise_floor(values),
-    )
-    return levels[-1] if levels[-1] - lowest > limit else None
+    first, *_, last = levels = [median(values[-n * part :][:part]) for n in range(8, 0, -1)]
+    lowest, usual = min(levels), median(abs(b - a) for a, b in itertools.pairwise(values))
+    limit = max(RISEN_SHARE * (first - lowest), 0.05 * abs(lowest), MIN_RISE * usual, noise)
+    return f"from {lowest:.3g} to {last:.3g} at the end" if last - lowest > limit else ""
 
 
-def _calmer(evidence: Evidence) -> list[Fix]:
-    """Return settings with which training is more stable."""
+def calmer(evidence: Evidence, _: float) -> Remedy:
+    """Return the settings with which training is more stable."""
     config = evidence.config
     if config is None:
-        texts = (
-            "Lower the learning rate, or lengthen its warm-up.",
-            "Clip the gradient's norm at 1.",
-        )
-        return [fix(text, same_result=False) for text in texts]
-    lower = float(f"{config.optim.lr / 3:.2g}")
-    changes: dict[str, tuple[object, str, str | float]] = {
-        "Clip the gradient's norm": (not config.optim.clip, "optim.clip", 1.0),
-        "Lower the learning rate": (True, "optim.lr", lower),
-        "Warm it up": (config.schedule.warmup == 0, "schedule.warmup", 0.02),
-        "Use bf16, which has the range of fp32": (
-            *(config.train.precision == "fp16", "train.precision", "bf16"),
-        ),
+        return "Lower the learning rate, lengthen its warm-up, and clip the gradient's norm at 1."
+    settings: dict[str, object] = {
+        "optim.lr": float(f"{config.optim.lr / 3:.2g}"),
+        "optim.clip": config.optim.clip or 1.0,
+        "schedule.warmup": config.schedule.warmup or 0.02,
     }
-    return [
-        fix(f"{what}: {key}={value}.", overrides={key: value}, same_result=False)
-        for what, (helps, key, value) in changes.items()
-        if helps
-    ]
+    if config.train.precision == "fp16":
+        settings["train.precision"] = "bf16"  # has the range of fp32
+    return "Train with {set}.", settings

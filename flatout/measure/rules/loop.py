@@ -1,106 +1,70 @@
-"""The loop: lines that do not train, gradients that nothing uses, slower settings."""
+"""The loop: its data, and settings of the recipe that are slower than others."""
 
 from __future__ import annotations
 
-import re
+import math
 
 from flatout.config.schema import RunConfig, parse_overrides
-from flatout.measure.rules import Finding, fix, rule
-from flatout.measure.rules.table import work_s
+from flatout.measure.rules import Found, Remedy, rule, speedup
 from flatout.measure.steps.evidence import Evidence
 
 SLOW = 0.1
-"""Share of the step from which lines outside of training, wasted gradients and settings count."""
-OF_BACKWARD = 2 / 3
-"""Share of the backward pass in forward and backward."""
-FORGOTTEN = 0.5
-"""Share of the gradients up to which weights without an optimizer are taken to be forgotten. A
-model of which less is trained is usually adapted to something new.
+"""Share of the step from which waiting for data, and slower settings, are a finding."""
+MIN_CONFIRMED = 0.3
+"""Share of the wait that must disappear with synthetic data, if that was measured."""
+MIN_STALLED, MIN_DISK_BYTES = 0.2, 64 * 2**10
+"""Share of the wait at which the machine must have waited for a disk, and bytes from it per step,
+from which the disk is the cause.
 """
-ADVICE = (
-    (r"deepcopy\(", "Copy only the weights that must be kept, and only when they are the best."),
-    (r"\bsleep\(", "Remove the sleep."),
-    (r"next\(iter\(", "Make the iterator once, before the loop."),
-    (r"\bprint\(|logg(er|ing)\.|\.write\(|json\.dump", "Write less, or every few hundred steps."),
-    (r"\bre\.|json\.loads|Image\.|imread|tokeniz", "Prepare the data once, before training, or in "
-     "the workers of a DataLoader."),
-    (r"\.cpu\(\)|\.numpy\(\)|\.tolist\(\)|\.item\(\)", "Compute it with operations on whole "
-     "tensors, every few steps."),
-    (r"torch\.(as_)?tensor\(|FloatTensor\(", "A list of NumPy arrays is converted number by "
-     "number: stack it first, torch.from_numpy(np.stack(arrays))."),
-    (r"DataLoader\(", "Make the DataLoader once, before the loop."),
-    (r"\bgc\.collect", "Remove the call, or make it every few hundred steps."),
-    (r"(mul_|lerp_?|add_)\(.*(alpha|decay|beta|ema|0\.9)", "Update all tensors at once: "
-     "torch._foreach_lerp_(averages, weights, 1 - decay)."),
-    (r"norm\(", "Use torch.nn.utils.get_total_norm, or the norm that clip_grad_norm_ returns."),
-    ("", "Take it out of the step, do it every few steps, or compute it for whole tensors at "
-     "once."),
-)  # fmt: skip
-"""What to do about a line, by a pattern of its text."""
 
 
-@rule(site="own", shows=("step_s",), unless=("anomaly-detection",))
-def slow_code(evidence: Evidence) -> Finding | None:
-    """Lines of the loop take time without training."""
-    lines = evidence.sites.get("own", ())
-    times_s = {one.line: one.seconds_per_step or 0.0 for one in lines}
-    lost_s = sum(times_s.values())
-    if evidence.on_gpu:  # they only cost time where the device idles meanwhile
-        lost_s = min(lost_s, evidence.host_s or 0.0)
-    share = evidence.share(lost_s, SLOW)
-    if share is None:
-        return None
-    site = lines[0]
-    first = share if evidence.on_gpu else evidence.share(site.seconds_per_step) or 0.0
-    text = next(text for pattern, text in ADVICE if re.search(pattern, site.text))
-    called = f" (called at {site.caller.describe()})" if site.caller else ""
-    return Finding(
-        verdict=f"{first:.0%} of each step goes into {site.describe()}{called}, which is no work "
-        "of forward, backward or optimizer.",
-        figures={f"ms_at_line_{line}": 1e3 * time_s for line, time_s in [*times_s.items()][:3]},
-        share=share,
-        fixes=(fix(text, share, "the step without these lines"),),
+@rule(site="data", shows="data_wait_s read_bytes_per_step disk_stalled_s")
+def slow_data(evidence: Evidence) -> Found | None:
+    """Steps wait for data, or for the disk that has it."""
+    wait_s, step_s = evidence.data_wait_s or 0.0, evidence.step_s or 0.0
+    synthetic_s = evidence.counterfactual_s.get("synthetic-data", 0.0)
+    if evidence.on_gpu and step_s - synthetic_s < MIN_CONFIRMED * wait_s:
+        return None  # the GPU works while the host waits
+    reads = (evidence.read_bytes_per_step or 0.0) >= MIN_DISK_BYTES
+    is_disk = reads and (evidence.disk_stalled_s or 0.0) >= MIN_STALLED * wait_s
+    ways = (
+        is_disk and "Copy the data to a local disk, or to memory if it fits there.",
+        evidence.dataset == "memory"
+        and "Its rows are tensors in memory: index them with the indices of a whole batch, "
+        "rows[indices], with num_workers=0, as workers would only copy them.",
+        speedup("reader", "Read tokens instead of text: {set}."),
+        speedup("loader", "Read ahead in the background: {set}."),
+        more_workers,
+        evidence.site("data") and "Do the work of {site} once, before training.",
+        "Make __getitem__ and collate_fn cheaper, or prepare the data once, before training.",
     )
+    what = "a disk" if is_disk else "data"
+    return evidence.share(wait_s, SLOW), f"{{share:.0%}} of each step waits for {what}.", ways
 
 
-@rule(site="backward", shows=("wasted_gradients",))
-def wasted_gradients(evidence: Evidence) -> Finding | None:
-    """Gradients are computed for weights that no optimizer updates."""
-    wasted, names = evidence.wasted_gradients or 0.0, evidence.never_updated
-    share = evidence.share(OF_BACKWARD * wasted * work_s(evidence), SLOW)
-    if names and wasted < FORGOTTEN:
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        verdict = f"No optimizer updates {shown}, which have gradients: they never learn."
-        whole = fix("Give the optimizer all weights: model.parameters().", same_result=False)
-        fixes = (whole, fix("If they must stay as they are, call requires_grad_(False) on them."))
-        site = evidence.site("optimizer")
-        return Finding(verdict=verdict, harm="spoils", site=site, fixes=fixes)
-    if share is None:
+def more_workers(evidence: Evidence, share: float) -> Remedy:
+    """Return the remedy to read in more processes, if there are cores for them."""
+    now = evidence.workers or 0
+    free = (evidence.cores or 8) - 1 - now
+    if evidence.config is not None or (free < 1 and now):
         return None
-    verdict = f"{wasted:.0%} of the gradients belong to weights that no optimizer updates."
-    text = "Call a model that is not trained in torch.no_grad(), and set requires_grad_(False) on "
-    text += "weights that stay."
-    only = fix(text, share, "their part of the backward pass")
-    return Finding(verdict=verdict, share=share, fixes=(only,))
+    workers = max(min(math.ceil(share / max(1 - share, 0.05)), free), 1) + now
+    text = f"Read ahead in processes: DataLoader(num_workers={workers}, persistent_workers=True, "
+    text += f"prefetch_factor=4, pin_memory={evidence.on_gpu}). Or prepare the data once."
+    if evidence.dataset == "iterable":
+        text += " Divide the rows in __iter__ by torch.utils.data.get_worker_info() first: without "
+        text += "that, each worker yields all of them."
+    if evidence.lacks_shared:
+        text += " Processes send batches through /dev/shm, which is too small: start the container "
+        text += "with --shm-size=8g first."
+    return text
 
 
-@rule(shows=("step_s",))
-def slow_settings(evidence: Evidence) -> Finding | None:
+@rule()
+def slow_settings(evidence: Evidence) -> Found:
     """Different settings of the recipe make its steps shorter on this CPU."""
-    others = {name: s for name, s in evidence.counterfactual_s.items() if "=" in name}
-    gains = {name: evidence.share((evidence.step_s or 0.0) - s, SLOW) for name, s in others.items()}
-    saved = {name: gain for name, gain in gains.items() if gain is not None}
-    if evidence.config is None or not saved:
-        return None
-    best = max(saved, key=saved.__getitem__)
-    fixes = [
-        fix(
-            f"Set {name}.",
-            gain,
-            "both in turns",
-            overrides=parse_overrides(name.split(), RunConfig),
-        )
-        for name, gain in saved.items()
-    ]
-    verdict = f"With {best}, a step takes {saved[best]:.0%} less."
-    return Finding(verdict=verdict, share=saved[best], fixes=fixes)
+    others = ((s, name) for name, s in evidence.counterfactual_s.items() if "=" in name)
+    seconds, best = min(others, default=(math.inf, ""))
+    share = evidence.share((evidence.step_s or 0.0) - seconds, SLOW)
+    way = "Set {set}.", parse_overrides(best.split(), RunConfig)
+    return evidence.config and share, f"With {best}, a step takes {{share:.0%}} less.", (way,)

@@ -9,6 +9,7 @@ seconds of an average step, so a save of 2 s every 100 steps is 0.02 in `checkpo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -82,8 +83,9 @@ class CallSite(Stored):
     """The line that calls its function in each step. None where it was not looked for."""
 
     def describe(self) -> str:
-        """Return `file:line: text`."""
-        return f"{self.file}:{self.line}" + (f": {self.text}" if self.text else "")
+        """Return `file:line: text`, and the line that calls it if that is known."""
+        called = f" (called at {self.caller.describe()})" if self.caller else ""
+        return f"{self.file}:{self.line}" + (f": {self.text}" if self.text else "") + called
 
 
 class KernelRow(Stored):
@@ -194,9 +196,8 @@ class Evidence(Stored):
     """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
     python, save, logging, optimizer, recompile, compute, evaluation, evaluation-mode, op (the lines
     that call the most operations), own (lines outside of torch's training work), softmax (an
-    attention without SDPA), float64, anomaly, threads, kept (the line that keeps graphs), thread
-    (where the user's other threads do not wait), padding, rows (a batch size of 1), broadcast (a
-    column and a row that make a square)."""
+    attention without SDPA), float64, anomaly, threads, kept (the line that keeps graphs), padding,
+    rows (a batch size of 1), broadcast (a column and a row that make a square)."""
     kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""
 
@@ -215,7 +216,6 @@ class Evidence(Stored):
     pageable_copies: Number = None
     """Copies in a step between a GPU and memory that is not pinned."""
     pageable_copy_s: Number = None
-    pageable_copy_bytes: Number = None
     empty_cache: Number = None
     """Calls of `torch.cuda.empty_cache()` in a step. On a CPU they do nothing but count."""
     empty_cache_s: Number = None
@@ -238,17 +238,17 @@ class Evidence(Stored):
     """Peak that the allocator held."""
     estimated_gib: Number = None
     """Estimate for the run, from flatout/assembly/memory.py."""
-    estimated_parts_gib: Mapping[str, float] = {}
-    """The estimate by part: weights, gradients, optimizer, activations, logits, workspace."""
     rows_that_fit: Count = None
     """Most rows per micro-batch that fit by the estimate. 0 when not even one does."""
-    rates_by_rows: Mapping[int, float] = {}
-    """Tokens per second of earlier runs of this shape here, by the rows of their micro-batches."""
+    best_rows: Count = None
+    """Rows, fewer than this run's, with which an earlier run of this shape was fastest here."""
+    best_rate: float = 1.0
+    """Its tokens per second."""
     growth_bytes: Number = None
     """Memory that each step adds, where it grows steadily. 0 means it does not."""
     kept_graphs: Number = None
     """Share of the last steps' graphs that are still in memory."""
-    kept_by: Text = None
+    kept_by: str = "a variable"
     """The variable that keeps them."""
 
     cores: Count = None
@@ -285,8 +285,6 @@ class Evidence(Stored):
     power_limit_share: Number = None
     """Enforced power limit as a share of its default limit."""
     temperature_c: Number = None
-    utilisation: Number = None
-    """Share of the time at which some kernel ran, as the driver measures it."""
     supports_bf16: bool | None = None
     """Whether the GPU multiplies bfloat16."""
 
@@ -299,11 +297,9 @@ class Evidence(Stored):
     disk_stalled_s: Number = None
     """Seconds of an average step at which the process waited for a disk."""
 
-    micro_batches: Number = None
-    """Backward passes of a step. This and the following are what calls in torch show of a loop that
-    is not flatout's."""
     rows: Count = None
-    """First dimension of what the model is called with."""
+    """First dimension of what the model is called with. This and the following are what calls in
+    torch show of a loop that is not flatout's."""
     workers: Count = None
     """Processes of the DataLoader."""
     dataset: Text = None
@@ -348,15 +344,40 @@ class Evidence(Stored):
     """Their ratio. None when the peak is unknown or was measured on a busy machine."""
     tokens_per_s: Number = None
     """Throughput of the steps, without saves and evaluations."""
-    expected_tokens_per_s: Number = None
-    """Throughput that this device should reach."""
-    expected_from: Text = None
-    """How that was estimated."""
 
     @property
     def on_gpu(self) -> bool:
         """Whether the steps ran on a GPU."""
         return self.device is not None and self.device.startswith("cuda")
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of forward and backward."""
+        return (self.compute_s or 0.0) + (self.memory_bound_s or 0.0)
+
+    @property
+    def used_share(self) -> float:
+        """Share of the device's memory that the tensors take. 0 where it is not known."""
+        return (self.reserved_gib or self.peak_gib or 0.0) / (self.total_gib or math.inf)
+
+    @property
+    def needed_share(self) -> float:
+        """Share of the free memory that the run needs by the estimate. 0 where it is not known."""
+        return (self.estimated_gib or 0.0) / (self.free_gib or math.inf)
+
+    @property
+    def growth_mib(self) -> float:
+        """Memory that each step adds."""
+        return (self.growth_bytes or 0.0) / 2**20
+
+    @property
+    def unlearned(self) -> str:
+        """Names of weights that an optimizer was taken to update by mistake. "" without any.
+
+        A model of which less than half is trained is usually adapted to something new.
+        """
+        names = self.never_updated if (self.wasted_gradients or 0.0) < 0.5 else ()
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
     @property
     def lacks_shared(self) -> bool:
@@ -367,9 +388,11 @@ class Evidence(Stored):
         """Return the value at a dotted key of the configuration. None without one."""
         return None if self.config is None else self.config.value(key)
 
-    def site(self, kind: str) -> CallSite | None:
-        """Return the costliest line of a kind, or None."""
-        return next(iter(self.sites.get(kind, ())), None)
+    def site(self, kinds: str) -> CallSite | None:
+        """Return the costliest line of a kind, of several the first that is known. None: none."""
+        at_failure = self.failure and self.failure.site
+        known = {**self.sites, "failure": (at_failure,) if at_failure else ()}
+        return next((line for kind in kinds.split() for line in known.get(kind, ())), None)
 
     def failed(self, *kinds: str) -> Failure | None:
         """Return how the run failed, if it is one of these kinds."""

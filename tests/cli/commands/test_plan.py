@@ -11,6 +11,7 @@ import pytest
 from flatout.assembly import memory
 from flatout.cli.commands.plan import plan
 from flatout.cli.commands.train import train
+from flatout.display import terminal_text
 from flatout.errors import ConfigError
 from flatout.hardware import machine as hardware
 
@@ -95,7 +96,7 @@ def test_the_parts_of_the_memory_add_up(recipe):
     ("words", "message"),
     [
         ([], r"Set model\.vocab_size"),
-        (["data.path=absent"], "absent is not a dataset yet"),
+        (["data.path=absent"], "absent is not a dataset"),
         (["model.vocab_size=101", "lora.rank=2"], r"train\.init_from names none"),
     ],
 )
@@ -112,7 +113,7 @@ def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set, tm
     assert found.params_by_part["embedding"] == 32 * 257
     missing = tmp_path / "none"
     found = plan(recipe, [*ON_CPU, "model.vocab_size=101", f"data.path={missing}"])
-    note = f"{missing} is not a dataset yet, so the time omits the evaluations."
+    note = f"{missing} is not a dataset here, so the time omits the evaluations."
     assert found.notes == [note]
     found = plan(recipe, [*overrides, "model.vocab_size=101"])
     assert (found.steps, found.tokens, found.wall_s, found.kwh, found.cost) == (None,) * 5
@@ -126,6 +127,8 @@ def test_a_gpu_recipe_on_a_machine_without_one(recipe, monkeypatch):
     assert found.fits is False
     assert found.tokens_per_s is None
     assert "a GPU that is not here" in found.summary()
+    assert "Name the one to plan for: --machine H100." in found.summary()
+    assert max(map(len, terminal_text(found.display(), 80).splitlines())) <= 80
 
 
 NO_CHECKPOINTING = "speedups=auto,-checkpointing,-selective-checkpointing"

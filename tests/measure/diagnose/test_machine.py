@@ -30,6 +30,16 @@ def test_a_machine_is_described_with_measured_rates():
     assert found.exit_code == 0
 
 
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_busy_machine_is_said_to_be_so_once(monkeypatch, is_busy):
+    plain = machine.host_facts
+    facts = {"other_busy_cores": 2.0 * is_busy, "cores": 2, "threads": 2}
+    monkeypatch.setattr(machine, "host_facts", lambda folder: plain(folder) | facts)
+    found = diagnose()
+    assert found.summary().count("busy") == 2 * is_busy  # one is the name of the finding
+    assert ("kept 2.0 of 2 cores busy" in found.verdict) == is_busy
+
+
 def test_a_gpu_that_torch_cannot_use_is_a_finding(monkeypatch):
     for module in (machine, hardware):
         monkeypatch.setattr(module, "probe", lambda: DEAD)

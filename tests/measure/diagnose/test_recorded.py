@@ -101,7 +101,13 @@ def test_values_of_other_types_are_omitted(run):
     events = [
         {"event": "save", "blocked_ms": "long"},
         {"event": "recompiled", "graphs": [1], "compile_s": {}, "reasons": 5},
-        {"event": "start", "peak_tflops": "fast", "peak_source": 7},
+        {
+            "event": "start",
+            "peak_tflops": "fast",
+            "peak_source": 7,
+            "environment": {"threads": "x"},
+        },
+        {"event": "speedup", "name": [1], "on": "yes"},
     ]
     folder = run(events=events)
     for line in wrong:
@@ -173,7 +179,9 @@ def test_recorded_windows_say_how_busy_the_machine_was(run):
     busy = recorded(0.1, 3.0, None, 3.6, 0.2)
     assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.5)
     assert busy.other_busy_cores == pytest.approx(3.3)
-    assert "3.3 of 4 cores busy for 50% of the run" in diagnosis_of(busy).verdict
+    told = diagnosis_of(busy)
+    assert told.verdict.startswith("Other processes kept 3.3 of 4 cores busy, which left too few")
+    assert "evidence  busy share 0.5" in told.summary()
     idle = recorded(0.1, 0.3)
     assert (idle.other_busy_cores, idle.cores) == (pytest.approx(0.2), None)
     assert recorded(None, None).other_busy_cores is None

@@ -92,7 +92,7 @@ def test_every_chart_is_drawn_without_errors_or_requests(make_run, read, show):
     heights = tab.page.evaluate("plots.map(plot => plot.view.frame.bbox.height)")
     assert min(heights) > 20
     assert tab.page.evaluate("window.attacked") is None
-    assert "<script>window.attacked" in tab.page.inner_text("#samples pre")
+    assert "<script>window.attacked" in tab.page.text_content("#events")
 
 
 def test_no_text_of_a_run_is_executed_as_a_script(make_run, read, show):
@@ -100,7 +100,7 @@ def test_no_text_of_a_run_is_executed_as_a_script(make_run, read, show):
     records = [{"step": 1, "train/loss": 1.0, f"x/{attack}": 2.0}]
     events = [{"event": "sample", "step": 1, "text": attack}]
     tab = show(read(make_run("<b>bold", records=records, events=events), make_run("b")))
-    assert attack in tab.page.inner_text("#samples")
+    assert attack in tab.page.text_content("#events")
     assert (tab.wrong, len(tab.requests)) == ([], 1)
     tab.page.evaluate(
         "document.body.append(Object.assign(document.createElement('script'),"
@@ -124,18 +124,18 @@ def test_the_axis_can_show_steps_tokens_and_time(make_run, read, show):
 
 def test_the_legends_have_the_values_below_the_mouse(make_run, read, show):
     tab = show(read(make_run()))
-    box = tab.page.locator('[data-chart="loss"] .plot').bounding_box()
+    box = tab.page.locator('[data-chart="chart0"] .plot').bounding_box()
     tab.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
-    assert 0.3 < float(tab.page.inner_text('[data-chart="loss"] output')) < 0.5
-    assert tab.page.inner_text('[data-chart="memory"] output') == "0.5000"
+    assert 0.3 < float(tab.page.inner_text('[data-chart="chart0"] output')) < 0.5
+    assert tab.page.inner_text('[data-chart="chart4"] output') == "0.5000"
     tab.page.mouse.move(1, 1)
-    assert tab.page.inner_text('[data-chart="loss"] output') == ""
+    assert tab.page.inner_text('[data-chart="chart0"] output') == ""
 
 
 def test_the_mouse_zooms_and_a_double_click_shows_the_whole_run(make_run, read, show):
     tab = show(read(make_run()))
     whole = tab.range()
-    box = tab.page.locator('[data-chart="loss"] .plot').bounding_box()
+    box = tab.page.locator('[data-chart="chart0"] .plot').bounding_box()
     x, y = box["x"] + 300, box["y"] + 100
     tab.page.mouse.move(x, y)
     tab.page.mouse.down()
@@ -148,7 +148,7 @@ def test_the_mouse_zooms_and_a_double_click_shows_the_whole_run(make_run, read, 
 
 def test_a_legend_hides_and_shows_its_line(make_run, read, show):
     tab = show(read(make_run()))
-    button = tab.page.locator('[data-chart="step"] .legend button').first
+    button = tab.page.locator('[data-chart="chart3"] .legend button').first
     visible = "plots.flatMap(p => p.model.renderers).filter(r => r.visible).length"
     before = tab.page.evaluate(visible)
     button.click()

@@ -19,7 +19,7 @@ def test_records_become_curves(make_run, read):
     (run,) = read(make_run())
     loss = run.curves["train/loss"]
     assert [*loss[:, 2]] == pytest.approx([3, 300, 1.5, 4 / 3])
-    assert run.values("tokens")[-1] == 2000
+    assert (run.steps, run.elapsed_s) == (20, 10.0)
     assert (run.num_records, run.notes, run.state) == (20, [], "killed")
     assert run.settings["train.steps"] == 40
     records = [{"step": 1, "train/loss": 3.0}, {"step": 2, "val/loss": 2.5}]
@@ -28,7 +28,8 @@ def test_records_become_curves(make_run, read):
     assert (step, loss) == (2, 2.5)
     assert math.isnan(tokens)
     assert math.isnan(elapsed_s)
-    assert run.values("tokens") == run.values("absent") == []
+    assert run.values("absent") == []
+    assert run.elapsed_s is None
 
 
 def test_damaged_lines_are_omitted_and_said(make_run, read):
@@ -72,6 +73,11 @@ def test_damaged_documents_become_notes(make_run, read):
     (run,) = read(folder)
     assert (run.settings, run.summary, run.diagnosis) == ({}, {}, None)
     assert all(any(name in note for note in run.notes) for name in names)
+    for name, content in enumerate(["x", [], {}, {"verdict": None}, {"findings": 3}]):
+        (run,) = read(make_run(str(name), findings=content))
+        assert run.diagnosis is None
+        (note,) = run.notes
+        assert note.startswith("findings.json is damaged, or was not written by this version")
 
 
 def test_the_records_of_another_training_loop(make_run, read):

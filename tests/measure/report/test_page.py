@@ -1,9 +1,10 @@
-"""The page: complete, self-contained, and closed to what a run directory holds."""
+"""The page: what it shows, complete, self-contained, and closed to what a run directory holds."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -11,13 +12,11 @@ from html.parser import HTMLParser
 import pytest
 
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.report.page import MARK, render
+from flatout.measure.report.page import LONGEST_TEXT, MARK, MAX_EVENTS, render
 from flatout.measure.rules import Finding, Fix
 from flatout.measure.steps.evidence import CallSite, Evidence
 
-pytestmark = pytest.mark.slow
-
-ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&"
+ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{e}"
 
 
 class Elements(HTMLParser):
@@ -42,8 +41,155 @@ class Elements(HTMLParser):
             self.scripts[-1] += data
 
 
+def text_of(runs):
+    """The text of the page, without markup."""
+    body = render(runs).partition("<main>")[2].partition("<script")[0]
+    return " ".join(html.unescape(re.sub("<[^>]+>", " ", body)).split())
+
+
 def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def drawn(*runs):
+    """The charts of a page: titles and legends."""
+    figures = re.findall(r"<figure.*?</figure>", render(list(runs)), re.DOTALL)
+    return {
+        re.search("<h2>(.*?)</h2>", figure)[1]: re.findall("</svg>(.*?) <output>", figure)
+        for figure in figures
+    }
+
+
+def test_results_are_those_of_the_records_and_the_summary(make_run, read):
+    summary = {"best_val_loss": 1.25, "mfu_of": "data sheet", "bits_per_byte": None}
+    events = [{"event": "resume", "step": 3}, *[{"event": "skip", "step": 4}] * 2]
+    shown = text_of(read(make_run(summary=summary, events=events)))
+    for text in (
+        "state finished steps 20 time 10 s",
+        "Loss, training 0.2 nats per token Throughput 1,011 tokens/s",
+        "Time of a step, step 10 ms Time of a step, device 8 ms",
+        "Memory, peak 0.5 GiB",
+        "best validation loss 1.25 peak rate data sheet events 1 resume, 2 skip",
+    ):
+        assert text in shown
+    assert "bits per byte" not in shown
+    shown = text_of(read(make_run("a"), make_run("empty", records=[])))
+    assert "steps 20 of 40 0 of 40 time 10 s –" in shown
+    assert "empty: metrics.jsonl has no records yet, so there are no curves." in shown
+
+
+def test_the_sections_begin_with_what_differs_and_the_results(make_run, read):
+    other = "name: tiny\nmodel: {vocab_size: 65}\ndata: {path: data/x}\ntrain: {steps: 40}\n"
+    page = render(read(make_run("a"), make_run("b", config=other)))
+    sections = re.findall('<section id="(.*?)"', page)
+    assert sections == ["differences", "results", "charts", "settings", "about"]
+    shown = text_of(read(make_run("c"), make_run("d", config=other)))
+    assert (
+        "c d model.vocab_size 257 65 data.path data/book data/x model.vocab_size differs" in shown
+    )
+    assert "(257, 65): a loss per token means something else in each." in shown
+    assert "(data/book, data/x): the runs were trained and evaluated on different" in shown
+    assert "Differences The settings are the same. Results" in text_of(
+        read(make_run("e"), make_run("f"))
+    )
+    shown = text_of(read(make_run("g", config=None), make_run("h", config=None)))
+    assert shown.count("no config.yaml, so their settings are not known") == 2
+
+
+def test_a_diagnosis_is_shown_as_it_was_written(make_run, read):
+    finding = Finding(
+        name="slow-data",
+        verdict="Reading is slow.",
+        figures={"wait_s": 0.0095, "other": None},
+        share=0.25,
+        site=CallSite(file="mine.py", line=7, text="time.sleep(1)"),
+        fixes=(Fix(text="Raise data.prefetch.", overrides={"data.prefetch": 8}),),
+    )
+    folder, found = make_run(), diagnosis_of(Evidence(source="recorded run"))
+    changes = {"verdict": "The device waits for data.", "findings": (finding,)}
+    found.model_copy(update=changes).write(folder)
+    found.model_copy(update={"verdict": "Nothing is slow."}).write(healthy := make_run("b"))
+    assert "Findings Nothing is slow. Settings" in text_of(read(healthy))
+    assert (
+        "Findings Reading is slow. at mine.py:7: time.sleep(1) "
+        "evidence wait 9.5 ms, 25% of the step fix Raise data.prefetch. Settings"
+    ) in text_of(read(folder))
+
+
+def test_speedups_that_are_decided_together_are_one_event(make_run, read):
+    switches = [{"event": "speedup", "step": 0, "wall_s": 2.0, "reason": "-"}] * 3
+    names = [("tf32", True), ("fp8", False), ("compile", True)]
+    chosen = [
+        one | {"name": name, "on": on} for one, (name, on) in zip(switches, names, strict=True)
+    ]
+    late = chosen[2] | {"on": False, "step": 3, "reason": "no compiler"}
+    sample = {"event": "sample", "step": 5, "text": "Once upon a time"}
+    shown = text_of(read(make_run(events=[*chosen, {"event": "start"}, late, sample])))
+    assert "2.0 s 0 speedup on tf32, compile, off fp8 – – start" in shown
+    assert "2.0 s 3 speedup reason no compiler, name compile, on no" in shown
+    assert "– 5 sample text Once upon a time" in shown
+
+
+def test_many_events_and_long_texts_are_cut(make_run, read):
+    events = [{"event": "skip", "step": step} for step in range(MAX_EVENTS + 7)]
+    events[-1]["text"] = "x" * 10**6
+    shown = text_of(read(make_run(events=events)))
+    assert "7 earlier events are in events.jsonl." in shown
+    assert "– 506 skip" in shown
+    assert "– 6 skip" not in shown
+    assert "x... (1,000,005 characters)" in shown
+    assert len(shown) < LONGEST_TEXT + 50_000
+
+
+def test_the_charts_are_those_of_the_numbers(make_run, read):
+    charts = drawn(*read(make_run()))
+    assert [*charts] == [
+        "Loss",
+        "Throughput",
+        "Time of a step",
+        "Memory",
+        "Gradient norm",
+        "Learning rate",
+    ]
+    assert charts["Throughput"] == ["Throughput"]
+    assert charts["Time of a step"] == ["step", "device", "host", "waiting for data"]
+    gpu = [{"step": 1, "gpu/util_pct": 97.0, "gpu/power_w": 640.0, "perf/mfu": 0.5}]
+    charts = drawn(*read(make_run("gpu", records=gpu)))
+    assert [*charts] == ["Model FLOPs utilisation", "GPU utilisation", "GPU power"]
+    assert drawn(*read(make_run("none", records=[{"step": 1, "train/loss": None}]))) == {}
+    charts = drawn(*read(make_run("one"), make_run("two")))
+    assert charts["Learning rate"] == ["one", "two"]
+    assert charts["Loss"] == ["one · training", "two · training"]
+    many = [{"step": 1, "val/loss/book": 2.0} | {f"my/f{n:03}": 1.0 for n in range(100)}]
+    assert len(drawn(*read(make_run("many", records=many)))) == 12
+
+
+def test_all_plots_share_one_horizontal_range_with_an_axis_for_each_position(make_run, read):
+    page = render(read(make_run("a"), make_run("b")))
+    data = data_of(page)
+    roots = [root["attributes"] for root in data["document"]["roots"]]
+    assert len(roots) == len(data["charts"]) == 6
+    assert len({str(root["x_range"].get("id")) for root in roots}) == 1
+    for root in roots:
+        names = [axis["attributes"].get("name") for axis in root["below"]]
+        assert names == ["step", "tokens", "elapsed_s"]
+    assert data["bounds"]["step"] == [1, 20]
+    names = re.findall(r'"name": ?"([^"]*\|curve)"', json.dumps(data["document"]))
+    lines = [f"{key}|curve" for key in re.findall('data-line="([^"]*)"', page)]
+    assert sorted(names) == sorted(lines)
+    assert len({*lines}) == len(lines)
+    data = data_of(render(read(make_run("c", records=[{"step": 1, "a/b": 1}]))))
+    assert data["bounds"] == {"step": [1, 1], "tokens": None, "elapsed_s": None}
+
+
+@pytest.mark.parametrize(
+    ("number", "glyphs"), [(1, ["Scatter"]), (5, ["Line", "Scatter"]), (100, ["Line"])]
+)
+def test_a_short_curve_has_a_marker_at_each_point(make_run, read, number, glyphs):
+    records = [{"step": step, "train/loss": float(step)} for step in range(number)]
+    (root,) = data_of(render(read(make_run(records=records))))["document"]["roots"]
+    found = [each["attributes"]["glyph"]["name"] for each in root["attributes"]["renderers"]]
+    assert found == glyphs
 
 
 def test_nothing_is_loaded_from_elsewhere(make_run, read):
@@ -74,19 +220,21 @@ def attacked(make_run):
     records = [{"step": 1, f"my/{ATTACK}": 1.0, "train/loss": 1.0, ATTACK: 3}]
     events = [
         {"event": "sample", "step": 1, "text": ATTACK},
-        {"event": "skip", "step": 1, "reason": ATTACK},
+        {"event": "speedup", "name": ATTACK, "on": True},
+        {"event": "speedup", "name": ATTACK, "on": ATTACK},
         {"event": ATTACK, "step": 1, ATTACK: ATTACK},
     ]
-    site, fixes = CallSite(file=ATTACK, line=1, text=ATTACK), (Fix(text=ATTACK), Fix(text=ATTACK))
-    figures = {ATTACK: ATTACK}
-    finding = Finding(verdict=ATTACK, harm="slows", figures=figures, site=site, fixes=fixes)
+    site = CallSite(file=ATTACK, line=1, text=ATTACK)
+    finding = Finding(
+        name=ATTACK, verdict=ATTACK, figures={ATTACK: ATTACK}, site=site, fixes=(Fix(text=ATTACK),)
+    )
     diagnosis = diagnosis_of(Evidence(source="recorded run"))
     found = diagnosis.model_copy(update={"verdict": ATTACK, "findings": (finding,)})
     return make_run(
         "<script>alert(3)<",
         records=records,
         events=events,
-        summary={"mfu": 0.5, "mfu_of": ATTACK, ATTACK: 2.0},
+        summary={"mfu_of": ATTACK, "compile_s": [ATTACK], ATTACK: 2.0},
         findings=found.model_dump(mode="json"),
         config=json.dumps({"name": ATTACK, "data": {"path": ATTACK, ATTACK: ATTACK}}),
     )
@@ -105,21 +253,6 @@ def test_no_text_of_a_run_becomes_markup_or_script(make_run, read):
     assert "<script>alert" not in page
     assert "<img" not in page
     assert ATTACK in json.dumps(data_of(page), ensure_ascii=False).replace('\\"', '"')
-
-
-def test_a_run_without_records_still_has_a_page(make_run, read):
-    page = render(read(make_run(records=[])))
-    assert "no records yet" in page
-    assert data_of(page)["charts"] == []
-
-
-def test_every_line_has_its_source(make_run, read):
-    page = render(read(make_run("a"), make_run("b")))
-    data = data_of(page)
-    names = set(re.findall(r'"name": ?"([^"]*\|curve)"', json.dumps(data["document"])))
-    lines = {f"{key}|curve" for key in re.findall('data-line="([^"]*)"', page)}
-    assert names == lines
-    assert data["bounds"]["step"] == [1, 20]
 
 
 def test_a_hundred_thousand_records_make_a_page_of_less_than_two_megabytes(make_run, read):

@@ -247,7 +247,7 @@ def test_the_findings_are_printed_once_at_the_end(capsys):
     with flatout.watch() as watch:
         train(watch)
     told = capsys.readouterr().err
-    assert "A step takes" in told
+    assert "\nStep " in told
     watch.finish()
     assert watch.verdict() == told.splitlines()[0]
     with flatout.watch() as asked:
