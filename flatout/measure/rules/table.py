@@ -9,6 +9,8 @@ from flatout.hardware.machine import CUDA_TORCH
 from flatout.measure.rules import Remedy, Way, is_off, row, rows_of, speedup, with_rows
 from flatout.measure.steps.evidence import Evidence
 
+POLLING = re.compile(r"while [^:]*:( pass| continue)?|pass|continue")
+"""The lines of a thread that waits by asking again and again."""
 COMPILE_S = 60.0
 """What compiling costs once. It must save more in the rest of the run."""
 CLOSE = 0.92
@@ -134,6 +136,20 @@ ROWS = [
         shows="busy_share",
     ),
     row(
+        "busy-threads",
+        "A thread of the script polls, and the loop waits for Python's lock.",
+        lambda e: (
+            (place := e.site("thread"))
+            and POLLING.fullmatch(place.text)
+            and e.share(place.seconds_per_step, 0.25)
+        ),
+        "A thread beside the loop polls without a pause, at {site}. Python runs one thread at a "
+        "time, so the loop waits for it.",
+        "Let it wait instead: queue.Queue(maxsize=2), threading.Event().wait(). If it prepares "
+        "data, do that in processes: DataLoader(num_workers=...).",
+        site="thread",
+    ),
+    row(
         "communication",
         "Processes wait for each other's gradients or weights.",
         lambda e: e.world_size > 1 and e.share(e.communication_s, 0.15),
@@ -165,6 +181,21 @@ ROWS = [
         "Make the GPU usable: `nvidia-smi` must show it, CUDA_VISIBLE_DEVICES must not hide it, "
         "and the driver must suit this torch.",
         shows="torch_version torch_cuda",
+    ),
+    row(
+        "decomposition",
+        "Matrix decompositions, such as an SVD, take a large part of each step.",
+        lambda e: e.share(
+            sum(
+                row.seconds
+                for row in e.kernels or ()
+                if row.kind == "other" and "linalg" in row.slowest
+            ),
+            0.1,
+        ),
+        "{share:.0%} of each step decomposes matrices (torch.linalg).",
+        "If the largest singular value is enough, use power iteration, as torch.nn.utils."
+        "parametrizations.spectral_norm does. Otherwise compute it every few steps.",
     ),
     row(
         "disk-space",

@@ -126,7 +126,7 @@ class Follower:
         """Whether the model's last pass with gradients was in that mode, and whether any such pass
         went backward: then they all belong to training."""
         self._steps_in_evaluation_mode = self._rollouts = self._evaluations_with_gradients = 0
-        self._parameters = self._backwards = 0
+        self._parameters = 0
         self._rows: int | None = None
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
@@ -413,7 +413,6 @@ class Follower:
         return partial(self.leave, "backward")
 
     def _note_loss(self, roots: list[Tensor]) -> None:
-        self._backwards += 1
         if self.windows is not None and self.windows.recording is not None:
             self.windows.recording.note_backward(roots)
         loss = loss_in(roots)
@@ -514,7 +513,6 @@ class Follower:
         sites |= self._lines.sites(steps, timed=False)
         matters = self.model is not None and mode_matters(self.model)
         update |= {
-            "micro_batches": self._backwards / steps,
             "rows": self._rows,
             "workers": self._hooks.workers,
             "anomaly_detection": self._has_anomaly_detection,

@@ -16,7 +16,7 @@ from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.rules import rules
 from flatout.measure.steps.evidence import CallSite, Evidence, Failure
 
-SITE = CallSite(file="mine.py", line=7, text="slow()")
+SITE = CallSite(file="mine.py", line=7, text="while slow():")
 TIMED_SITE = SITE.model_copy(update={"seconds_per_step": 0.03})
 MACHINE = Machine("a CPU", 8, 64.0, (), "3.12")
 GPU_MACHINE = Machine("a CPU", 8, 64.0, (Gpu("NVIDIA H200", 140.0, (9, 0), "580.1"),), "3.12")
@@ -89,9 +89,11 @@ cpu:
   anomaly-detection: {anomaly_detection: true, site: anomaly}
   broadcast-loss: {site: broadcast}
   busy-machine: {other_busy_cores: 3.0}
+  busy-threads: {site: thread}
   compile-failure: {compile_fallback: no compiler}
   cpu-by-mistake: {machine: GPU}
   cpu-threads: {threads: 1}
+  decomposition: {kernels: [{kind: other, seconds: 0.02, slowest: "aten::linalg_svd"}]}
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}

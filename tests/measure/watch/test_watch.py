@@ -132,7 +132,6 @@ def test_without_step_the_optimizer_ends_steps(watch):
         if number % 2:
             optimizer.step()
     assert watch.steps == 69
-    assert watch.evidence().micro_batches == pytest.approx(2, abs=0.1)
     assert watch.evidence().compute_s > 0
 
 
