@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from flatout.data.store.shards import Dataset
     from flatout.errors import FlatoutError
     from flatout.inference.load import load_run
-    from flatout.measure.watch.watch import Watch, watch
+    from flatout.measure.watch import Watch, watch
     from flatout.models.language_model import LanguageModel
     from flatout.ops import Ops
     from flatout.training.metrics.observers import Observer, Quiet

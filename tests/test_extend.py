@@ -218,7 +218,7 @@ def test_the_new_finding_is_found(folder):
     program = """
 from flatout.config.schema import load_config
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.steps.evidence import Evidence
+from flatout.measure.evidence import Evidence
 config = load_config("gpt2-124m", ["model.d_model=700"])
 found = diagnosis_of(Evidence(source="preflight", config=config, device="cuda"))
 print([(finding.name, finding.fixes[0].text) for finding in found.findings])

@@ -28,6 +28,7 @@ from flatout.assembly.selection import Gain, providers
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.display import markdown
+from flatout.measure.attach.request import Timing
 from flatout.measure.moves import (
     AHEAD,
     ROWS,
@@ -46,7 +47,6 @@ from flatout.measure.output import claim, require_own
 from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import Bench, Measurement, facts_of, shortened
-from flatout.measure.scripts.request import Timing
 from flatout.measure.trial import Result, require_one_process, try_recipe
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import sync, write_text, writing

@@ -16,11 +16,11 @@ from flatout.assembly.recipe import Tolerance
 from flatout.display import Show, gib, milliseconds
 from flatout.distributed.spinning import say_if_busy
 from flatout.errors import ConfigError, RunFailed, in_shell
+from flatout.measure.attach import request
+from flatout.measure.attach.request import Timing
 from flatout.measure.output import git
 from flatout.measure.race import Figure, LossCheck, Race
 from flatout.measure.results import Measurement, facts_of
-from flatout.measure.scripts import request
-from flatout.measure.scripts.request import Timing
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.trial import Result, try_command
 from flatout.progress import SILENT, Progress
@@ -30,7 +30,7 @@ SECONDS, STEPS, WARM_STEPS = 3.0, 12, 4
 """Fewest seconds and measured steps of a trial, and the steps of its warm-up."""
 ROUNDS = 10
 """Most rounds."""
-HOOK = "flatout/measure/scripts/request.py"
+HOOK = "flatout/measure/attach/request.py"
 LONGEST_S = 900.0
 """A trial is ended after this."""
 RTOL = 1e-3

@@ -20,7 +20,7 @@ from flatout.config.trust import forget
 from flatout.display import Display
 from flatout.errors import ConfigError, RunFailed, Stopped
 from flatout.hardware.machine import pick_device, probe
-from flatout.measure.scripts.request import Request
+from flatout.measure.attach.request import Request
 from flatout.measure.trial import error_in, last_words, require_one_process, run_recipe
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored

@@ -32,8 +32,8 @@ from flatout.config.registry import is_user_code
 from flatout.config.schema import RunConfig
 from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
+from flatout.measure.attach.request import SEEN, Answer, Request, Timing
 from flatout.measure.scripts.changes import CHANGES
-from flatout.measure.scripts.request import SEEN, Answer, Request, Timing
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.training.run_dir import layout
@@ -49,7 +49,7 @@ SLOW_START_S = 60.0
 REQUEST = "FLATOUT_ATTACH"
 """The environment variable by which a process finds what is asked of it."""
 NOT_IMPORTED = "torch was not imported"
-HOOK = Path(__file__).parent / "scripts" / "sitecustomize.py"
+HOOK = Path(__file__).parent / "attach" / "sitecustomize.py"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
 NO_MEMORY = "out of memory|can't allocate memory"

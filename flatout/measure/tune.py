@@ -15,6 +15,7 @@ from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
 from flatout.errors import ConfigError, HardwareError, in_shell
+from flatout.measure.attach.request import Timing
 from flatout.measure.bench import draws_of, remember, train
 from flatout.measure.moves import (
     AHEAD,
@@ -35,7 +36,6 @@ from flatout.measure.output import require_own
 from flatout.measure.race import LOSS_STEPS, SCREEN, Done, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import PARTS, Tuning, facts_of, late_ones
-from flatout.measure.scripts.request import Timing
 from flatout.measure.search import Search
 from flatout.measure.trial import Result, require_one_process
 from flatout.progress import SILENT, Progress

@@ -12,8 +12,8 @@ import pytest
 
 from flatout.errors import ConfigError
 from flatout.measure import resolving
+from flatout.measure.attach.request import Answer, Request, Timing
 from flatout.measure.resolving import adding_one, choose, resolve_apart, resolve_here, with_needs
-from flatout.measure.scripts.request import Answer, Request, Timing
 from flatout.measure.trial import Ran, result_of, run_command, try_command, try_recipe
 
 pytestmark = pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_trial_ends_with_the_command_that_started_it(tmp_path):
         + "    if step == 0: open('pid', 'w').write(str(__import__('os').getpid()))"
     )
     parent = (
-        "from pathlib import Path; from flatout.measure.scripts.request import Timing; "
+        "from pathlib import Path; from flatout.measure.attach.request import Timing; "
         "from flatout.measure.trial import try_command; import sys; "
         f"try_command([sys.executable, '-c', {text!r}], Timing(steps=10**9), 600, "
         f"folder=Path({str(tmp_path)!r}))"

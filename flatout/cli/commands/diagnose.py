@@ -12,6 +12,7 @@ from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage
+from flatout.measure.attach.request import DEFAULT_SECONDS, Request
 from flatout.measure.diagnose.diagnosis import (
     FILE,
     Diagnosis,
@@ -20,9 +21,7 @@ from flatout.measure.diagnose.diagnosis import (
     of_script,
 )
 from flatout.measure.diagnose.recorded import recorded_evidence
-from flatout.measure.diagnose.spec import DEFAULT_SECONDS
-from flatout.measure.scripts.request import Request
-from flatout.measure.scripts.run import diagnose_script
+from flatout.measure.diagnose.script import diagnose_script
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.training.run_dir import layout

@@ -49,8 +49,8 @@ def run(
 
     Raises: ConfigError for an unknown change, or without a script.
     """
+    from flatout.measure.attach.request import Request
     from flatout.measure.scripts.changes import CHANGES, GONE
-    from flatout.measure.scripts.request import Request
     from flatout.measure.trial import run_command
 
     names = names_in(changes, CHANGES, "change", GONE)

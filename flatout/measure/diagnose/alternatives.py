@@ -14,19 +14,22 @@ from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import adding, parse_request, removing, select
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.hardware.machine import GIB, Machine
-from flatout.measure.diagnose.spec import LIMIT_S, MeasureSpec
+from flatout.measure.attach.request import Timing
+from flatout.measure.evidence import Evidence
 from flatout.measure.results import rate_of
-from flatout.measure.scripts.request import Timing
-from flatout.measure.steps.evidence import Evidence
 from flatout.progress import Progress
 
 ENOUGH_TOKENS = 4_096
 """Tokens of a micro-batch from which a CPU gains nothing by more, as `auto` takes it."""
 ROOM = 0.8
 """Share of the free memory that an estimate may reach: it is not exact."""
+LIMIT_S = 150.0
+"""Longest measured run before it counts as hanging. More seconds of steps extend it."""
 
 
-def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress) -> Evidence:
+def with_alternatives(
+    evidence: Evidence, speedups: Any, seconds: float, progress: Progress
+) -> Evidence:
     """Return the evidence of a measured recipe with the step time of what `auto` would choose.
 
     It applies on a CPU, where the recipe does not leave that to `auto`. Of two trials each, the
@@ -36,16 +39,16 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
     config, step_s = evidence.config, evidence.step_s
     if evidence.device != "cpu" or not step_s or config is None or evidence.machine is None:
         return evidence
-    words = alternative(config, evidence, evidence.machine, spec.config["speedups"])
+    words = alternative(config, evidence, evidence.machine, speedups)
     name = " ".join(words)
     if not words:
         return evidence
-    if 2 * step_s > spec.seconds:
+    if 2 * step_s > seconds:
         note = f"To measure {name}, use --seconds {3 * step_s:.0f}."
         return evidence.model_copy(update={"notes": (*evidence.notes, note)})
     from flatout.measure.trial import try_recipe
 
-    part_s, rates = spec.seconds / 2, []  # half of each trial is its warm-up
+    part_s, rates = seconds / 2, []  # half of each trial is its warm-up
     timing = Timing(seconds=part_s, warmup_s=part_s, limit_s=2 * part_s)
     with progress.task(f"Measuring {name}"):
         for overrides in ([], words, words, []):

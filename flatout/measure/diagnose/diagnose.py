@@ -14,15 +14,14 @@ from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError
-from flatout.measure.diagnose.alternatives import with_alternatives
+from flatout.measure.attach.lines import failure_of
+from flatout.measure.attach.request import DEFAULT_SECONDS, Request
+from flatout.measure.diagnose.alternatives import LIMIT_S, with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.preflight import prepare
 from flatout.measure.diagnose.recorded import recorded_evidence
-from flatout.measure.diagnose.spec import DEFAULT_SECONDS, LIMIT_S, MeasureSpec
+from flatout.measure.evidence import Evidence, Failure
 from flatout.measure.resolving import apart
-from flatout.measure.scripts.request import Request
-from flatout.measure.steps.evidence import Evidence, Failure
-from flatout.measure.steps.lines import failure_of
 from flatout.measure.trial import QUIET, Ran, error_in, last_words, run_recipe
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.catalog import steps_between_saves
@@ -57,10 +56,7 @@ def diagnose_recipe(
         root = root.parent
     # on the disk of the run's checkpoints
     with tempfile.TemporaryDirectory(prefix=".diagnose-", dir=root) as folder:
-        spec = MeasureSpec(
-            config=config.to_dict(), folder=folder, seconds=seconds, cache=cache and str(cache)
-        )
-        found, stated = apart(config, prepared, spec)
+        found, stated = apart(config, prepared, config, Path(folder), cache)
         if any(one.harm == "fails" for one in diagnosis_of(found).findings) or stated is None:
             return found
         progress.say("Nothing keeps the run from starting. Measuring its steps.")
@@ -68,12 +64,14 @@ def diagnose_recipe(
         with progress.task("Measuring (about half a minute)"):
             ran = run_recipe(stated, Path(folder) / "run", Request(seconds=seconds), limit_s)
             found = measured(found, ran, Path(folder) / "run", limit_s)
-        return with_alternatives(found, spec, progress)
+        return with_alternatives(found, config.speedups, seconds, progress)
 
 
-def prepared(spec: MeasureSpec) -> tuple[Evidence, RunConfig | None]:
+def prepared(
+    config: RunConfig, folder: Path, cache: Path | None = None
+) -> tuple[Evidence, RunConfig | None]:
     """Return what is known before the first step, and the configuration of the measured run."""
-    known = prepare(spec)
+    known = prepare(config, folder, cache)
     if known.resolved is None:
         return known.evidence, None
     values = {"train.steps": LONG_RUN_STEPS, "schedule.warmup": known.warmup_steps}

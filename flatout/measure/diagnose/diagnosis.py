@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from flatout.config.schema import RunConfig
 from flatout.display import Column, Display, Show, Table, displayed, duration, milliseconds
 from flatout.measure.diagnose.alternatives import applied
+from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Finding, rules
-from flatout.measure.steps.evidence import Evidence
 from flatout.progress import counted
 from flatout.storage.files import write_text
 from flatout.storage.json_io import Result

@@ -10,8 +10,8 @@ import torch
 
 from flatout.hardware.machine import GIB, pick_device, probe
 from flatout.hardware.roofline import copy_rate, measure
-from flatout.measure.steps.evidence import Evidence
-from flatout.measure.steps.machine import VARIABLES, gpu_facts, host_facts
+from flatout.measure.evidence import Evidence
+from flatout.measure.host import VARIABLES, gpu_facts, host_facts
 from flatout.progress import SILENT, Progress, counted
 
 

@@ -10,15 +10,14 @@ from flatout.assembly.memory import estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import GIB, past_run, runs_here
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
-from flatout.config.schema import RunConfig, validate
+from flatout.config.schema import RunConfig
 from flatout.data.store.mix import members_of
 from flatout.errors import DataError, HardwareError, MissingPackage
 from flatout.hardware.machine import Machine, pick_device, probe
-from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.attach.lines import failure_of
+from flatout.measure.evidence import Evidence
+from flatout.measure.host import gpu_facts, host_facts
 from flatout.measure.resolving import Resolved
-from flatout.measure.steps.evidence import Evidence
-from flatout.measure.steps.lines import failure_of
-from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.models.language_model import model_of
 from flatout.optim.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
@@ -35,15 +34,14 @@ class Prepared:
     """Steps of the learning rate's warm-up in a run of the requested length."""
 
 
-def prepare(spec: MeasureSpec) -> Prepared:
+def prepare(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepared:
     """Resolve the configuration here, and return what is known, also of a run that cannot start.
 
     Raises: ConfigError when the configuration contradicts itself.
     """
-    asked, machine, device = validate(spec.config), probe(), None
-    cache = None if spec.cache is None else Path(spec.cache)
+    machine, device = probe(), None
     known: dict[str, Any] = {"source": "preflight", "config": asked, "machine": machine}
-    known |= host_facts(Path(spec.folder)) | {"device": asked.train.device}
+    known |= host_facts(folder) | {"device": asked.train.device}
     try:
         device, reason = pick_device(asked.train.device, machine)
         known |= {"device": device, "no_gpu_because": reason, **gpu_facts(machine, device)}

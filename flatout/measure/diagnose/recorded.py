@@ -15,8 +15,8 @@ from typing import Any
 
 from flatout.errors import CheckpointError, in_shell
 from flatout.hardware.machine import probe
+from flatout.measure.evidence import FAILURES, Evidence, Failure, lasting_s
 from flatout.measure.runlog import RunLog, typical
-from flatout.measure.steps.evidence import FAILURES, Evidence, Failure, lasting_s
 from flatout.storage.json_io import JsonObject, finite_numbers
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import settings_file

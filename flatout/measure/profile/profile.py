@@ -23,12 +23,12 @@ from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
 from flatout.errors import ConfigError, RunFailed
 from flatout.hardware.machine import fingerprint
+from flatout.measure.attach.request import Recording, Request
+from flatout.measure.attach.trace import Trace, document_in, read_trace, with_steps
+from flatout.measure.diagnose.script import evidence_in
 from flatout.measure.output import claim
 from flatout.measure.profile.result import PHASES, Profile
 from flatout.measure.resolving import resolve_apart
-from flatout.measure.scripts.request import Recording, Request
-from flatout.measure.scripts.run import evidence_in
-from flatout.measure.steps.trace import Trace, document_in, read_trace, with_steps
 from flatout.measure.trial import (
     QUIET,
     Ran,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.display import Column, Display, Show, Table, displayed, milliseconds
-from flatout.measure.steps.evidence import KernelRow
+from flatout.measure.evidence import KernelRow
 from flatout.storage.json_io import Result
 
 FORMAT_VERSION = 4

@@ -22,7 +22,7 @@ from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import all_speedups
 from flatout.config.schema import RunConfig
 from flatout.display import Display, digits, milliseconds
-from flatout.measure.steps.evidence import CallSite, Evidence
+from flatout.measure.evidence import CallSite, Evidence
 from flatout.storage.files import Stored
 
 Harm = Literal["fails", "spoils", "slows", "warns"]

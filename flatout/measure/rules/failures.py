@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Found, Remedy, rule
-from flatout.measure.steps.evidence import Evidence
 
 MIN_LOSSES, MIN_OF_RISE = 24, 64
 """Fewest losses by which jumps, and rises, are judged: training may start with a rise, and the

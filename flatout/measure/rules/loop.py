@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from flatout.config.schema import RunConfig, parse_overrides
+from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Found, Remedy, rule, speedup
-from flatout.measure.steps.evidence import Evidence
 
 SLOW = 0.1
 """Share of the step from which waiting for data, and slower settings, are a finding."""

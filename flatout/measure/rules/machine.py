@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Found, Loss, rule
-from flatout.measure.steps.evidence import Evidence
 
 OFF = "0 false off no"
 """Values with which a variable does nothing. Nothing is one too."""

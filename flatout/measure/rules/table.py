@@ -6,8 +6,8 @@ import math
 import re
 
 from flatout.hardware.machine import CUDA_TORCH
+from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Remedy, Way, is_off, row, rows_of, speedup, with_rows
-from flatout.measure.steps.evidence import Evidence
 
 POLLING = re.compile(r"while [^:]*:( pass| continue)?|pass|continue")
 """The lines of a thread that waits by asking again and again."""

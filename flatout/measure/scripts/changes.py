@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from flatout.hardware.machine import probe
+from flatout.measure.attach.request import Facts
+from flatout.measure.evidence import Evidence
 from flatout.measure.scripts.patch import Edit
-from flatout.measure.scripts.request import Facts
-from flatout.measure.steps.evidence import Evidence
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch with a fused form on every device."""

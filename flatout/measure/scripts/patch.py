@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from flatout.measure.scripts.request import Site
+from flatout.measure.attach.request import Site
 from flatout.storage.files import Stored
 
 UNITS = ast.Name | ast.Attribute | ast.Call | ast.Subscript

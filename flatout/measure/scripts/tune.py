@@ -18,7 +18,10 @@ from typing import Any
 from flatout.assembly.recipe import Tolerance
 from flatout.distributed.spinning import say_if_busy
 from flatout.errors import RunFailed, in_shell
+from flatout.measure.attach.request import Answer, Request, Timing
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.diagnose.script import evidence_in
+from flatout.measure.evidence import Evidence
 from flatout.measure.moves import Move, Setting
 from flatout.measure.output import claim, require_own
 from flatout.measure.race import Race
@@ -32,11 +35,8 @@ from flatout.measure.results import (
 )
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
-from flatout.measure.scripts.request import Answer, Request, Timing
-from flatout.measure.scripts.run import evidence_in
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.search import UNPROVEN, Search
-from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trial import Result, run_command, try_command
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_text, write_whole

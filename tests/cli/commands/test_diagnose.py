@@ -16,7 +16,7 @@ from flatout.measure.diagnose import diagnose as recipes
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.steps.evidence import Evidence, Failure
+from flatout.measure.evidence import Evidence, Failure
 
 
 @pytest.fixture

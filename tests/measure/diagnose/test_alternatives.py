@@ -11,8 +11,7 @@ from flatout.measure import trial
 from flatout.measure.diagnose import diagnose as diagnosing
 from flatout.measure.diagnose.alternatives import applied, with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.steps.evidence import Evidence, Failure
+from flatout.measure.evidence import Evidence, Failure
 from flatout.measure.trial import Result
 from flatout.progress import SILENT
 
@@ -61,8 +60,7 @@ def tried(tiny_config, monkeypatch):
             "rows_that_fit": 64,
             "counterfactual_s": {"synthetic-data": 0.099},
         }
-        spec = MeasureSpec(config=asked.to_dict(), folder="absent/run", seconds=4.0)
-        return with_alternatives(Evidence(**known | facts), spec, SILENT), trials
+        return with_alternatives(Evidence(**known | facts), asked.speedups, 4.0, SILENT), trials
 
     return measure
 

@@ -9,8 +9,8 @@ import pytest
 from flatout.display import terminal_text
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnosis import diagnosis_of, next_for_recipe
+from flatout.measure.evidence import CallSite, Evidence
 from flatout.measure.rules import row
-from flatout.measure.steps.evidence import CallSite, Evidence
 
 SITE = CallSite(
     file="mine.py", line=7, text="slow()", caller=CallSite(file="a", line=1, text="f()")

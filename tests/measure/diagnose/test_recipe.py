@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from flatout.errors import ConfigError, OutOfMemory
+from flatout.measure.attach.lines import failure_of
+from flatout.measure.attach.request import Answer
 from flatout.measure.diagnose import diagnose
 from flatout.measure.diagnose.diagnose import diagnose_recipe, ending_of, prepared
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.scripts.request import Answer
-from flatout.measure.steps.lines import failure_of
 from flatout.measure.trial import Ran
 
 pytestmark = pytest.mark.slow
@@ -166,8 +165,8 @@ def test_a_compiler_that_fails_is_named(measured, tmp_path):
 
 
 def test_the_stated_warmup_is_kept_in_the_longer_run(tiny_config, tmp_path):
-    config = tiny_config(schedule__warmup=0.5, train__steps=40).to_dict()
-    evidence, stated = prepared(MeasureSpec(config=config, folder=str(tmp_path)))
+    config = tiny_config(schedule__warmup=0.5, train__steps=40)
+    evidence, stated = prepared(config, tmp_path)
     assert stated.schedule.warmup == 20
     assert evidence.planned_steps == 40
     assert evidence.estimated_gib > 0

@@ -11,10 +11,10 @@ from unittest.mock import Mock
 import pytest
 
 from flatout.errors import ConfigError, RunFailed
+from flatout.measure.attach.trace import document_in
 from flatout.measure.profile import profile as profiles
 from flatout.measure.profile.profile import long_enough, profile_script, run_profile
 from flatout.measure.profile.result import Profile
-from flatout.measure.steps.trace import document_in
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from chrome_trace import US, document
 
 from flatout.display import terminal_text
 from flatout.errors import RunFailed
+from flatout.measure.attach.trace import exported, read_trace
 from flatout.measure.profile.profile import with_trace
 from flatout.measure.profile.result import Profile
-from flatout.measure.steps.trace import exported, read_trace
 
 BEFORE = Profile(
     recipe="made-up",

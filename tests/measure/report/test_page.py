@@ -12,9 +12,9 @@ from html.parser import HTMLParser
 import pytest
 
 from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.evidence import CallSite, Evidence
 from flatout.measure.report.page import LONGEST_TEXT, MARK, MAX_EVENTS, render
 from flatout.measure.rules import Finding, Fix
-from flatout.measure.steps.evidence import CallSite, Evidence
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{e}"
 

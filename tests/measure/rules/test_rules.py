@@ -13,8 +13,8 @@ import flatout
 from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.evidence import CallSite, Evidence, Failure
 from flatout.measure.rules import rules
-from flatout.measure.steps.evidence import CallSite, Evidence, Failure
 
 SITE = CallSite(file="mine.py", line=7, text="while slow():")
 TIMED_SITE = SITE.model_copy(update={"seconds_per_step": 0.03})

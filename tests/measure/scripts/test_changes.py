@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from flatout.cli.main import main
-from flatout.measure.scripts import apply
+from flatout.measure.attach import apply
+from flatout.measure.attach.request import Facts, Request, Timing
+from flatout.measure.evidence import Evidence
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import Edit
-from flatout.measure.scripts.request import Facts, Request, Timing
-from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trial import run_command
 
 SCRIPT = """

@@ -13,8 +13,8 @@ import pytest
 
 from flatout.cli.commands.diagnose import DiagnoseResult
 from flatout.errors import ConfigError, RunFailed
-from flatout.measure.scripts.request import Request
-from flatout.measure.scripts.run import diagnose_script
+from flatout.measure.attach.request import Request
+from flatout.measure.diagnose.script import diagnose_script
 from flatout.measure.trial import run_command
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flatout.measure.attach.request import Site
 from flatout.measure.scripts.patch import Edit, Patch, apply, patch_of
-from flatout.measure.scripts.request import Site
 
 FUSED = Edit(at="optimizer", keywords={"fused": "True"}, only=("AdamW",))
 WORKERS = Edit(at="loader", keywords={"num_workers": "4"})

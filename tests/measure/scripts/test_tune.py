@@ -17,10 +17,10 @@ import pytest
 import flatout
 from flatout.errors import RunFailed
 from flatout.measure import race, trial
+from flatout.measure.attach.request import Answer, Facts, Site
+from flatout.measure.evidence import Evidence
 from flatout.measure.scripts import tune
-from flatout.measure.scripts.request import Answer, Facts, Site
 from flatout.measure.scripts.tune import name_of
-from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trial import Ran, last_words
 
 SOURCE = """import torch

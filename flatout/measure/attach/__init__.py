@@ -1,0 +1,1 @@
+"""What runs inside of the process that is measured: follows its loop, times, changes."""

@@ -1,0 +1,146 @@
+"""Attaches to a training script inside its own process, as the request in a file asks.
+
+What is found goes to a file, after which the script ends, or runs on unmeasured.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.measure.attach.apply import Models, apply, replace
+from flatout.measure.attach.follower import Follower
+from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.hooks import observing
+from flatout.measure.attach.lines import failure_of
+from flatout.measure.attach.request import SEEN, Answer, Request
+from flatout.measure.attach.sites import Sites
+from flatout.measure.attach.stages import Stages, fewest
+from flatout.measure.attach.timing import Guard, Steps, StepTimer, end_script, facts_of
+from flatout.storage.files import write_text
+
+MIN_MEASURED = 5
+"""Fewest ordinary steps of a measurement."""
+PARENT_POLL_S = 1.0
+SAY_EVERY_S = 0.5
+"""Time between two reports of the number of steps."""
+
+
+class Attachment:
+    """Follows the script of this process, and writes the answer."""
+
+    def __init__(self, request: Request, guard: Guard | None) -> None:
+        self._request, self._guard, self._process = request, guard, os.getpid()
+        self._sites = Sites()
+        self._sites.install()
+        self._loop = Follower(
+            "script",
+            at_exit=guarded(self.answer),
+            after_step=self._after_step,
+            is_enough=self._is_enough,
+            recording=request.recording,
+            sites=self._sites,
+        )
+        self._is_done, self._said_s = False, 0.0
+        replace(os, "_exit", partial(observing, lambda *_: self.answer()))
+        atexit.register(guarded(self.answer))
+        self._models = Models()  # outside of the hooks above, so that it can remove its own
+
+    def answer(self) -> None:
+        """Write what was measured, once. Only the process that takes the steps writes."""
+        loop, error = self._loop, getattr(sys, "last_value", None)  # set when an error ends it
+        if self._is_done or os.getpid() != self._process or loop.rank:
+            return
+        stages, found = loop.stages, dict[str, Any]()
+        if stages is None and error is None:
+            return
+        self._is_done = True
+        if stages is not None and self._request.recording is not None:
+            found["recorded"] = guarded(stages.recorded)()
+        elif stages is not None and loop.steps:
+            found["once"] = (guarded(loop.run.once)() if loop.run is not None else None) or {}
+            try:
+                found["evidence"] = loop.evidence()
+            except Exception as unexpected:
+                found["problem"] = f"{type(unexpected).__name__}: {unexpected}"
+            found["sites"] = sites = guarded(self._sites.found)(loop.model) or ()
+            found["facts"] = guarded(facts_of)(self._models, tuple({one.kind for one in sites}))
+        elif error is None:
+            return
+        loop.end()
+        writes = list(self._guard.others) if self._guard else []
+        failure = None if error is None else failure_of(error, loop.steps)
+        answer = Answer(steps=loop.steps, failure=failure, writes=writes, **found)
+        with suppress(OSError):  # the command has ended, and has removed its directory
+            write_text(Path(self._request.answer), answer.model_dump_json())
+
+    def _after_step(self, goes_on: bool) -> None:
+        steps = self._loop.steps
+        if (now_s := time.perf_counter()) - self._said_s > SAY_EVERY_S:
+            self._said_s = now_s
+            with suppress(OSError):  # the command has ended
+                Path(self._request.answer + SEEN).write_text(f"step {steps + 1}", encoding="utf-8")
+        if not goes_on or steps == self._request.steps:
+            self.answer()
+        if self._is_done and not self._request.to_the_end:
+            end_script(is_one_of_several=self._loop.world_size > 1)
+
+    def _is_enough(self, stages: Stages) -> bool:
+        """Return whether the ordinary steps are enough for averages."""
+        done, seconds = stages.ordinary, self._request.seconds
+        least = fewest(MIN_MEASURED, done.steps, done.seconds)
+        return self._request.steps is None and done.steps >= least and done.seconds >= seconds
+
+
+def attach(path: str) -> None:
+    """Change and follow this process as the request in a file asks."""
+    request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    with suppress(OSError):  # the command has ended
+        Path(request.answer + SEEN).write_text("torch", encoding="utf-8")
+    if request.parent is not None:
+        threading.Thread(target=_end_with, args=(request.parent,), daemon=True).start()
+    guard = Guard(request) if request.guarded else None
+    if request.interrupt_after is not None:
+        _interrupt_after(request.interrupt_after)
+        return
+    if request.timing is None and request.measures:
+        Attachment(request, guard)
+        return
+    failed = apply(request.changes, Models())
+    if request.timing is not None:
+        StepTimer(request, failed, guard)
+    else:
+        atexit.register(_tell, Path(request.answer), failed)
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and everything in its session, when a process has ended."""
+    while psutil.pid_exists(parent):
+        time.sleep(PARENT_POLL_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _interrupt_after(steps: int) -> None:
+    """Ask this process to stop after some of its steps.
+
+    A process in the background may ignore SIGINT, so it is SIGTERM.
+    """
+    seen = count(1)
+    Steps(lambda: os.kill(os.getpid(), signal.SIGTERM) if next(seen) == steps else None)
+
+
+def _tell(path: Path, failed: dict[str, str]) -> None:
+    """Report at the end which changes could not be applied."""
+    with suppress(OSError):
+        write_text(path, Answer(failed=failed).model_dump_json())

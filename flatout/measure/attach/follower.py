@@ -1,0 +1,650 @@
+"""Follows the training loop of this process, and measures its steps, by its calls in torch.
+
+A step lasts from one step of the loop's main optimizer to the next, so that accumulation and
+further optimizers are part of it, unless the loop states its steps. Nothing is stored in the loop's
+models, which it may copy, compile or save. An error of ours is logged, and the loop continues.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flatout.config.registry import is_user_code
+from flatout.distributed.rendezvous import stated_ranks
+from flatout.errors import ConfigError
+from flatout.hardware.machine import GIB, probe
+from flatout.measure.attach.gathering import gathered
+from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.hooks import Hooks, observing
+from flatout.measure.attach.lines import (
+    Line,
+    LineTotals,
+    failure_of,
+    site_at,
+    stack_of,
+    user_frame,
+    user_lines,
+)
+from flatout.measure.attach.recorder import Graphs, own_lines, padding_of
+from flatout.measure.attach.request import Recording
+from flatout.measure.attach.sites import Sites
+from flatout.measure.attach.stages import Stages, fewest, replaced
+from flatout.measure.attach.timing import Steps, loss_in, roots_of
+from flatout.measure.evidence import MIN_SAVES, CallSite, Evidence, Failure
+from flatout.measure.host import host_facts
+from flatout.training.metrics.detectors import is_steady_growth
+from flatout.training.metrics.device import process_peak_bytes
+from flatout.training.metrics.phases import PhaseTimer
+from flatout.training.metrics.readback import DelayedReadback
+
+if TYPE_CHECKING:
+    from flatout.measure.attach.flatouts import FlatoutsRun
+
+FEW_STEPS = 5
+"""With fewer ordinary steps, averages mean nothing, unless the steps are long."""
+MOST_KEPT = 20_000
+"""Losses that are kept: the last ones."""
+MEMORY_EVERY_S = 0.05
+"""Time between two looks at the memory."""
+MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
+"""Growth below which it is noise: in bytes, and as a share of what is in use."""
+EARLY_STEP, SOME = 3, 64
+"""Step after which weights without an optimizer are noted, and values of each that are compared."""
+MIN_LOOKS = 12
+"""Fewest looks at the memory by which its growth is judged."""
+PADDED_STEPS = 8
+"""First steps in which the inputs are looked at for padding, which waits for the device."""
+PLACES = {"optimizer": "optimizer", "loader": "rows", "anomaly": "anomaly", "threads": "threads"}
+"""Kinds of calls in the script's files, and what their lines are evidence of."""
+BASE = "other"
+"""The phase of a step's time that belongs to no other."""
+
+
+class Follower:
+    """Follows the loop of one thread, from its first backward pass or stated step on.
+
+    `model` is the one that is trained, if it is known. `at_exit` is called when the process ends,
+    and `after_step` after each step, with whether the measurement goes on.
+    """
+
+    def __init__(
+        self,
+        source: Literal["script", "watched loop"],
+        *,
+        at_exit: Callable[[], object],
+        after_step: Callable[[bool], object] = lambda goes_on: None,
+        is_enough: Callable[[Stages], bool] = lambda stages: False,
+        model: nn.Module | None = None,
+        recorded_steps: int = 2,
+        recording: Recording | None = None,
+        sites: Sites | None = None,
+    ) -> None:
+        self.rank, self.world_size = 0, 1
+        self.steps = 0
+        """Steps that have ended."""
+        self.stages: Stages | None = None
+        """None until the loop's first call, which makes the instruments."""
+        self.base: str | None = BASE
+        """None: the loop states all phases of its steps."""
+        self.model = model
+        """The largest model that is called with gradients, and not by another model."""
+        self.run: FlatoutsRun | None = None
+        """The run, if this is flatout's own loop."""
+        self._source, self._at_exit, self._after_step = source, at_exit, after_step
+        self._is_enough, self._sites = is_enough, sites
+        self._recorded_steps, self._recording = recorded_steps, recording
+        self._is_off = False
+        self._depth: int | None = None
+        """How many stated steps are open. None: the loop does not state its steps."""
+        self._failure: Failure | None = None
+        self._losses: deque[tuple[int, float]] = deque(maxlen=MOST_KEPT)
+        self._grad_norms: deque[tuple[int, float]] = deque(maxlen=MOST_KEPT)
+        self._logged, self._logs_itself = DelayedReadback(), False
+        self._keys: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._trained: dict[int, bool] = {}
+        """What was called with gradients, and whether in training mode. See `_key`."""
+        self._is_inside = self._is_changing_mode = self._has_loss = False
+        self._passes_in_evaluation_mode = self._trains_in_evaluation_mode = False
+        """Whether the model's last pass with gradients was in that mode, and whether any such pass
+        went backward: then they all belong to training."""
+        self._steps_in_evaluation_mode = self._rollouts = self._evaluations_with_gradients = 0
+        self._parameters = 0
+        self._rows: int | None = None
+        self._above: list[Line] = []
+        """The line that takes the step, and those that call the loop."""
+        self._padding: list[float] = []
+        self._early_gradients: dict[int, tuple[int, float | None]] = {}
+        """What `_gradients` returned in an early step."""
+        self._graphs, self._lines = Graphs(), LineTotals()
+        self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
+        """Steps, and the memory in use after them, in bytes."""
+        self._looked_s = 0.0
+        self._has_anomaly_detection = False
+        self._installed = stack = ExitStack()
+        for owner, name, before in (
+            (nn.Module, "__call__", self._before_call),
+            (nn.Module, "train", self._before_mode),
+            (torch.autograd, "backward", self._before_backward),
+            (torch.autograd, "grad", self._before_backward),
+        ):
+            stack.enter_context(replaced(owner, name, partial(observing, before)))
+        self._optimizers = Steps(self._on_optimizer_step)
+        stack.callback(self._optimizers.remove)
+
+    def end(self) -> bool:
+        """Measure no longer, and return whether anything was. Hooks stay: torch may be in one."""
+        was_on = self.stages is not None and not self._is_off
+        self._is_off = True
+        if self.stages is not None:
+            guarded(self.stages.close)()
+        return was_on
+
+    def close(self) -> None:
+        """End the measurement, and remove all hooks."""
+        self.end()
+        guarded(self._installed.close)()
+
+    def _starts(self) -> bool:
+        """Make the instruments at the first call, and return whether this thread is timed."""
+        if self.stages is None and not self._is_off:
+            self._is_off = True  # unless all of this works
+            self.rank, self.world_size = ranks()
+            if self.rank:
+                return False
+            self._timer, stack = PhaseTimer(), self._installed
+            self._hooks = Hooks(self._timer, BASE)
+            stack.enter_context(self._hooks.installed())
+            stack.enter_context(self._hooks.loaders_installed())
+            stack.callback(atexit.unregister, self._at_exit)
+            atexit.register(self._at_exit)
+            self.stages = Stages(
+                self._timer,
+                device_of(self.model),
+                on_step=self._count,
+                recorded_steps=self._recorded_steps,
+                is_enough=self._is_enough,
+                recording=self._recording,
+            )
+            self._is_off = False
+        return not self._is_off and self._timer.thread == threading.get_ident()
+
+    def _count(self) -> None:
+        self.steps += 1
+        self._read_logged()
+
+    def _on_optimizer_step(self) -> None:
+        """End a step and start the next, unless the loop states its steps."""
+        if self.stages is None or not self._starts():
+            if self.stages is not None:
+                self._after_step(False)
+            return
+        if self.steps == 0 and self.run is None:
+            self._above = [*user_lines(stack_of(sys._getframe(1)))]
+            if "flatout.training.loop" in sys.modules:
+                from flatout.measure.attach.flatouts import FlatoutsRun
+
+                self.run = FlatoutsRun.above(sys._getframe(1), self.stages, self._on_phase)
+                self.base = BASE if self.run is None else None
+        if self.steps == EARLY_STEP:
+            self._early_gradients = _gradients()
+        self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
+        self._passes_in_evaluation_mode = self._has_loss = False
+        if self._depth is None:
+            self.leave("evaluation")
+            self._after_step(self._next_step())
+
+    def _next_step(self) -> bool:
+        """End the step before, and start one. False: the measurement is over."""
+        assert self.stages is not None
+        self._look_at_memory(self.stages)
+        self._timer.leave_if_open(BASE)
+        goes_on = self.stages.start_step()
+        if self.base is not None:
+            self._timer.enter(self.base)
+        return goes_on
+
+    @guarded
+    def begin_step(self) -> None:
+        """Start a stated step. Steps inside a step are part of it."""
+        if self._starts():
+            self._depth = (self._depth or 0) + 1
+            if self._depth == 1:
+                self._next_step()
+
+    @guarded
+    def end_step(self, error: BaseException | None = None) -> None:
+        """End the work of a stated step. The step lasts until the next one starts."""
+        if not self._starts() or not self._depth:
+            return
+        self._depth -= 1
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            found = failure_of(error, self.steps)
+            words = found.message.partition(": ")[2]
+            message = f"Out of memory at step {self.steps}: {words}".rstrip(": ")
+            self._failure = found.model_copy(update={"message": message, "kind": "out-of-memory"})
+
+    @guarded
+    def begin_wait(self) -> bool:
+        """Start waiting for a batch, or for a loader that opens, and return whether it is timed."""
+        if not self._starts() or not self._hooks.starts("data_wait"):
+            return False
+        self._timer.enter("data_wait")
+        return True
+
+    @guarded
+    def end_epoch(self) -> None:
+        """End the last stated step of an epoch: what follows is not a step."""
+        if self._starts() and self._depth == 0 and self.stages is not None:
+            self._timer.leave_if_open(BASE)
+            self.stages.end_step()
+
+    @guarded
+    def enter(self, phase: str) -> None:
+        """Start a phase."""
+        if self._starts():
+            self._timer.enter(phase)
+
+    @guarded
+    def leave(self, phase: str) -> None:
+        """End a phase and those inside it, if it is running."""
+        if self._starts():
+            self._timer.leave_if_open(phase)
+
+    @guarded
+    def _on_phase(self, name: str | None) -> None:
+        """Take the phases of flatout's own loop for those of the steps."""
+        if name is not None:
+            self.enter(name)
+        elif self._starts():
+            self._timer.leave()
+
+    @guarded
+    def log(self, figures: Mapping[str, Any], *, step: int) -> None:
+        """Keep the loss and the gradient's norm of a step. Tensors are read one step later.
+
+        Shapes: each tensor has one element.
+        """
+        if self._is_off:
+            return
+        self._logs_itself = True
+        self._log(figures, step)
+
+    def _log(self, figures: Mapping[str, Any], step: int) -> None:
+        known = {name: value for name, value in figures.items() if name in ("loss", "grad_norm")}
+        tensors = {name: torch.as_tensor(value).detach() for name, value in known.items()}
+        if tensors:
+            shaped = {name: value.reshape(()) for name, value in tensors.items()}
+            self._logged.push(step, shaped, due=True)
+
+    def _read_logged(self, *, flush: bool = False) -> None:
+        """Keep the metrics that have arrived."""
+        for step, figures in self._logged.ready(flush=flush):
+            for name, kept in (("loss", self._losses), ("grad_norm", self._grad_norms)):
+                if name in figures:
+                    kept.append((step, figures[name]))
+
+    def _before_call(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Callable[[], None] | None:
+        """Divide forward passes from evaluation: calls that no other module makes."""
+        if self._is_inside or self.run is not None or not self._is_seen():
+            return None
+        self._is_inside = True
+        is_forward = False
+
+        def after() -> None:
+            self._is_inside = False
+            if is_forward:
+                self.leave("forward")
+
+        try:
+            is_training = self._is_training(module, args, kwargs)
+            if is_training and module is self.model and torch.is_grad_enabled():
+                self._look_at_inputs(args, kwargs)
+            if self.stages is not None:
+                self._set_evaluating(not is_training)
+                if is_training:
+                    self.enter("forward")
+                    is_forward = True
+        except Exception:
+            after()
+            raise
+        return after
+
+    def _is_seen(self) -> bool:
+        """Return whether calls of this thread are looked at."""
+        return not self._is_off and (self.stages is None or self._starts())
+
+    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the rows of a forward pass, and in the first steps its padding."""
+        if torch._C._functorch.maybe_current_level() is None:
+            self._rows = _rows_of(args, kwargs)
+        if self.steps < PADDED_STEPS:
+            self._padding += padding_of((args, kwargs))
+            self._note_line("padding")
+
+    def _is_training(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Return whether a call is part of training: what is never trained may be a teacher.
+
+        A model that is only called in evaluation mode is trained in it. One that runs on fewer rows
+        than in training, without gradients and in training mode, makes the data of the next steps.
+        """
+        key = self._key(module)
+        if not torch.is_grad_enabled():
+            is_rollout = module.training and 0 < (_rows_of(args, kwargs) or 0) < (self._rows or 0)
+            self._rollouts += is_rollout and key in self._trained
+            return is_rollout or key not in self._trained
+        if self.model is not None and self._trained.get(key) and key == self._key(self.model):
+            self._passes_in_evaluation_mode = not module.training
+        if self._trained.get(key) and not module.training and not self._trains_in_evaluation_mode:
+            self._evaluations_with_gradients += 1
+            return False
+        if key not in self._trained and self.stages is None:
+            size = sum(weights.numel() for weights in module.parameters())
+            if self.model is None or size >= self._parameters:
+                self.model, self._parameters = module, size
+        self._trained[key] = self._trained.get(key, False) or module.training
+        return True
+
+    def _key(self, module: nn.Module) -> int:
+        """Return what a model, a wrapper of it and a compiled one have in common."""
+        if module not in self._keys:
+            self._keys[module] = id(next(module.parameters(), module))
+        return self._keys[module]
+
+    def _before_mode(self, module: nn.Module, mode: bool = True) -> Callable[[], None] | None:
+        """Start an evaluation when the model's mode changes, before its data is read."""
+        if self._is_changing_mode or self.run is not None or self.stages is None:
+            return None
+        if not self._starts():
+            return None
+        if self._trained.get(self._key(module)):
+            self._set_evaluating(not mode)
+            if not mode:
+                self._note_line("evaluation-mode")
+        self._is_changing_mode = True  # the modules in it follow
+        return partial(setattr, self, "_is_changing_mode", False)
+
+    def _set_evaluating(self, is_evaluating: bool) -> None:
+        if not is_evaluating:
+            self.leave("evaluation")
+        elif self._timer.current == BASE:
+            self.enter("evaluation")
+            self._note_line("evaluation")
+
+    def _note_line(self, kind: str) -> None:
+        line = user_frame(sys._getframe(1))
+        if line is not None:
+            self._lines.add(kind, line, 0.0)
+
+    def _before_backward(self, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
+        roots = roots_of(args, kwargs)
+        if not roots or isinstance(roots[0], FakeTensor) or not self._starts():
+            return None
+        if self._timer.current == "backward":
+            return None
+        self._note_loss(roots)
+        if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
+            self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
+        if self.run is not None:  # it states its phases
+            return None
+        self.leave("evaluation")
+        self.enter("backward")
+        return partial(self.leave, "backward")
+
+    def _note_loss(self, roots: list[Tensor]) -> None:
+        if self.stages is not None and self.stages.recording is not None:
+            self.stages.recording.note_backward(roots)
+        loss = loss_in(roots)
+        if self._has_loss or loss is None:
+            return
+        if torch._C._functorch.is_functorch_wrapped_tensor(loss):  # it ends with its transform
+            return
+        self._has_loss = True
+        self._has_anomaly_detection |= torch.is_anomaly_enabled()
+        with suppress(AttributeError):  # a graph of a different kind
+            self._graphs.mark(loss)
+        if not self._logs_itself:
+            self._log({"loss": loss}, self.steps + 1)
+
+    def _look_at_memory(self, stages: Stages) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._looked_s < MEMORY_EVERY_S or stages.name != "ordinary":
+            return
+        self._looked_s = now_s
+        used = (
+            torch.cuda.memory_allocated() if stages.on_gpu else psutil.Process().memory_info().rss
+        )
+        self._memory.append((self.steps, used))
+
+    def evidence(self) -> Evidence:
+        """Return what has been measured so far.
+
+        Raises: ConfigError when no step has been watched.
+        """
+        stages, model, machine = self.stages, self.model, probe()
+        self._read_logged(flush=True)
+        if stages is None:
+            where = f": this is rank {self.rank}, and rank 0 is watched" if self.rank else ""
+            raise ConfigError(
+                f"No step has been watched{where}.",
+                fix="Use `with watch.step()`, or an optimizer of torch.",
+            )
+        memory = {"total_gib": machine.memory_gib, "peak_gib": process_peak_bytes() / GIB}
+        if stages.on_gpu:
+            memory = {
+                "total_gib": torch.cuda.mem_get_info(stages.device)[1] / GIB,
+                "peak_gib": torch.cuda.max_memory_allocated(stages.device) / GIB,
+                "reserved_gib": torch.cuda.max_memory_reserved(stages.device) / GIB,
+            }
+        # an adversary's, or of another policy than the one before, is no measure
+        is_one = self._logs_itself or not (self._optimizers.has_others or self._rollouts)
+        known = Evidence(
+            source=self._source,
+            machine=machine,
+            device=stages.device,
+            world_size=self.world_size,
+            **host_facts(Path()),
+            **stages.gpu,
+            **memory,
+            parameters=None if model is None else sum(w.numel() for w in model.parameters()),
+            losses=tuple(self._losses) * is_one or None,
+            grad_norms=tuple(self._grad_norms) or None,
+            failure=self._failure,
+        )
+        ordinary = stages.ordinary
+        if ordinary.steps < fewest(FEW_STEPS, ordinary.steps, ordinary.seconds):
+            short = f"{self.steps} steps are too few to measure: the warm-up takes up to 20."
+            return known.model_copy(update={"notes": (*stages.notes, short)})
+        return self._with_calls(gathered(known, stages, stages.periodic_s()), stages)
+
+    def _with_calls(self, found: Evidence, stages: Stages) -> Evidence:
+        """Return what the timer measured, with what only calls in torch show."""
+        recorder, sampler = stages.recorder, stages.sampler
+        steps, sampled = max(self.steps, 1), max(stages.sampled_steps, 1)
+        sites: dict[str, tuple[CallSite, ...]] = {}
+        update: dict[str, Any] = {}
+        if sampler is not None:
+            if stages.traced is not None:
+                stages.traced.correct(sampler.lines)
+            own, moved_s = own_lines(sampler.lines, sampled, recorder, self._above)
+            sites |= own.sites(steps=1, counted=False)
+            update = moved(found, moved_s)
+        sites |= self._hooks.saves.sites(sampled, counted=False)
+        if 0 < self._lines.total("evaluation") < MIN_SAVES and found.evaluation_s:
+            note = "Too few evaluations were seen to tell what share of a longer run they take."
+            update |= {"evaluation_s": None, "notes": (*found.notes, note)}
+            update["step_s"] = found.step_s and found.step_s - found.evaluation_s
+        if recorder is not None:
+            sites |= recorder.found.sites(stages.called_steps)
+            float64_s = sum(recorder.found.seconds["float64"].values())
+            update["float64_s"] = float64_s / stages.called_steps
+        lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
+        update["kept_graphs"] = kept_graphs = self._graphs.kept()
+        keeper = self._graphs.keeper(sys._getframe(1)) if kept_graphs else None
+        if keeper is not None:
+            update["kept_by"], lines["kept"] = keeper
+        calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
+        for kind, name in PLACES.items():
+            made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}
+            if len(made) == 1:  # its arguments are where it is made
+                (lines[name],) = made
+        sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
+        sites |= self._lines.sites(steps, timed=False)
+        matters = self.model is not None and mode_matters(self.model)
+        update |= {
+            "rows": self._rows,
+            "workers": self._hooks.workers,
+            "anomaly_detection": self._has_anomaly_detection,
+            "growth_bytes": _growth([*self._memory]),
+            "padding": statistics.fmean(self._padding) if self._padding else None,
+            "dataset": self._hooks.dataset,
+            "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
+            "evaluates_with_gradients": self._evaluations_with_gradients > 0,
+            "sites": {**found.sites, **sites},
+        }
+        update |= _wasted(self._early_gradients, self.model)
+        return found.model_copy(update=update | _optimizer_facts(self._optimizers.optimizer))
+
+
+def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
+    """Return the phases of a CPU after moving seconds from other work to computation.
+
+    Negative ones are lines in the forward pass that do not train: Python's part of it comes first.
+    """
+    other_s, compute_s, host_s = found.other_s, found.compute_s, found.host_s or 0.0
+    if found.on_gpu or other_s is None or compute_s is None:
+        return {}
+    seconds = min(max(seconds, -compute_s - host_s), other_s)
+    python_s = max(min(-seconds, host_s), 0.0)
+    return {
+        "other_s": other_s - seconds,
+        "host_s": None if found.host_s is None else host_s - python_s,
+        "compute_s": compute_s + seconds + python_s,
+    }
+
+
+def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    """Return class, implementation and number of tensors of an optimizer."""
+    if optimizer is None:
+        return {}
+    groups, way = optimizer.param_groups, None
+    module = sys.modules.get(type(optimizer).__module__)
+    if is_user_code(getattr(module, "__file__", None) or "<"):
+        way = "own"
+    elif "foreach" in groups[0]:
+        is_on_gpu = any(weights.is_cuda for group in groups for weights in group["params"])
+        uses_foreach = groups[0].get("foreach")
+        way = "foreach" if (is_on_gpu if uses_foreach is None else uses_foreach) else "for-loop"
+        way = "fused" if groups[0].get("fused") else way
+    tensors = sum(len(group["params"]) for group in groups)
+    return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
+
+
+def _gradients() -> dict[int, tuple[int, float | None]]:
+    """Return the numbers of all weights with gradients, and some values' sum, by identity.
+
+    The sum is None for those that an optimizer has. {} where no optimizer has any of them: it has
+    copies.
+    """
+    claimed: set[int] = set()
+    known: list[nn.Parameter] = []
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer):
+            claimed |= {id(weights) for group in one.param_groups for weights in group["params"]}
+        elif issubclass(type(one), nn.Parameter) and one.requires_grad and one.grad is not None:
+            known.append(one)
+    if not any(id(one) in claimed for one in known):
+        return {}
+    return {
+        id(one): (
+            one.numel(),
+            None if id(one) in claimed else float(one.detach().flatten()[:SOME].double().sum()),
+        )
+        for one in known
+    }
+
+
+def _wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None) -> dict[str, Any]:
+    """Return the share of the gradients that belong to weights which nothing updates.
+
+    Those have no optimizer, and the values that they had before, however others are updated. Those
+    of the model are named.
+    """
+    now = _gradients()
+    if not now or not before or model is None:
+        return {}
+    same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
+    share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())
+    names = tuple(name for name, each in model.named_parameters() if id(each) in same)
+    return {"wasted_gradients": share, "never_updated": names}
+
+
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the largest first dimension of the tensors in a call."""
+    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return max((one.shape[0] for one in tensors if one.dim()), default=None)
+
+
+def mode_matters(model: nn.Module) -> bool:
+    """Return whether some module computes something else in evaluation mode."""
+    return any(
+        "training" in type(module).forward.__code__.co_names
+        and all(getattr(module, name, True) != 0 for name in ("p", "dropout"))
+        for module in model.modules()
+        if hasattr(type(module).forward, "__code__")
+    )
+
+
+def _growth(memory: list[tuple[int, int]]) -> float | None:
+    """Return the bytes that each step adds. 0 unless they grow steadily, None if unknown."""
+    if len(memory) < MIN_LOOKS:
+        return None
+    (step, first), (last_step, last) = memory[0], memory[-1]
+    least = max(MIN_GROWTH_BYTES, MIN_GROWTH * first)
+    some = [used for _, used in memory[:: len(memory) // 100 + 1]]
+    if last - first < least or not is_steady_growth(some):
+        return 0.0
+    return (last - first) / max(last_step - step, 1)
+
+
+def ranks() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, by torch or the environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        stated = stated_ranks()
+    except ConfigError:  # another launcher's variables
+        return 0, 1
+    return stated.rank, stated.world_size
+
+
+def device_of(model: torch.nn.Module | None) -> str:
+    """Return the device on which a loop computes."""
+    if model is not None:
+        for weights in model.parameters():
+            if weights.device.type == "cuda":
+                return str(weights.device)
+            return weights.device.type
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "cuda" if used else "cpu"

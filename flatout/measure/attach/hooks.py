@@ -1,0 +1,188 @@
+"""Times what a loop calls in torch and other packages: optimizers, saves, data loaders.
+
+Every hook times the call that it replaces and passes everything through. Calls from other threads
+are not timed.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from flatout.config.registry import is_user_code
+from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.lines import LineTotals, user_frame
+from flatout.measure.attach.stages import replaced
+from flatout.training.metrics.phases import PhaseTimer
+
+Result = TypeVar("Result")
+
+SAVES = (
+    ("torch", "save"),
+    ("torch.distributed.checkpoint", "save"),
+    ("safetensors.torch", "serialize_file"),
+    ("lightning.fabric.plugins.io.torch_io", "_atomic_save"),
+    ("lightning_fabric.plugins.io.torch_io", "_atomic_save"),
+    ("transformers.trainer", "Trainer._save_checkpoint"),
+    ("accelerate.accelerator", "Accelerator.save_state"),
+)
+"""Functions that write checkpoints, by the module that calls them. Only of imported modules."""
+OWN_WORK = frozenset({None, "compute", "other"})
+"""Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
+
+
+def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that calls `before` first, and what that returned, if anything, at the end.
+
+    Both are guarded.
+    """
+    before = guarded(before)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        after = before(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            if after is not None:
+                guarded(after)()
+
+    return call
+
+
+@functools.cache
+def divides_rows(module: str) -> bool:
+    """Return whether the user's code asks which worker runs it, or a module is not the user's."""
+    every = {name: getattr(one, "__file__", None) or "<" for name, one in [*sys.modules.items()]}
+    return not is_user_code(every.get(module, "<")) or any(
+        "get_worker_info" in "".join(linecache.getlines(file))
+        for file in {*every.values()}
+        if is_user_code(file)
+    )
+
+
+def rows_of(dataset: Any) -> str | None:
+    """Return what worker processes would do with a dataset, as in `Evidence.dataset`."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset):
+        return "divided" if divides_rows(kind.__module__) else "iterable"
+    if kind is TensorDataset:
+        return "memory"
+    code, own = getattr(kind.__getitem__, "__code__", None), getattr(dataset, "__dict__", {})
+    if code is None or any(step.opname.startswith("CALL") for step in dis.get_instructions(code)):
+        return None
+    parts = [type(own[name]) for name in code.co_names if name in own]
+    return "memory" if parts and {*parts} <= {torch.Tensor, np.ndarray} else None
+
+
+class Hooks:
+    """Enters and leaves the phases of a timer when the loop calls what they are about.
+
+    `base` is the phase of a step's time that belongs to no other.
+    """
+
+    def __init__(self, timer: PhaseTimer, base: str = "compute") -> None:
+        self.saves = LineTotals()
+        """The lines of user code that save."""
+        self.workers: int | None = None
+        """Processes of the last DataLoader that the loop waited for. None means there was none."""
+        self.dataset: str | None = None
+        """What it reads, as in `Evidence`."""
+        self._timer, self._base = timer, base
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Time optimizers and saves inside the block."""
+        with ExitStack() as stack:
+            stack.enter_context(self._timer.collecting_gc())
+            stack.callback(register_optimizer_step_pre_hook(guarded(self._before_optimizer)).remove)
+            stack.callback(register_optimizer_step_post_hook(guarded(self._after_optimizer)).remove)
+            for module, name in SAVES:
+                kind, _, function = name.rpartition(".")
+                owner: Any = sys.modules.get(module)
+                owner = getattr(owner, kind, None) if kind else owner
+                if owner is not None:
+                    saved = partial(self._timed, "checkpoint")
+                    stack.enter_context(replaced(owner, function, saved))
+            yield
+
+    @contextmanager
+    def loaders_installed(self) -> Iterator[None]:
+        """Time the batches of every torch DataLoader inside the block, for loops of frameworks."""
+        from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+
+        with ExitStack() as stack:
+            for owner, name in ((_BaseDataLoaderIter, "__next__"), (DataLoader, "__iter__")):
+                stack.enter_context(replaced(owner, name, partial(self._timed, "data_wait")))
+            yield
+
+    def starts(self, phase: str) -> bool:
+        """Return whether a call that belongs to a phase is not part of another one now."""
+        if not self._is_ours():
+            return False
+        if phase == "data_wait":
+            return self._timer.current in OWN_WORK
+        return self._timer.current != phase
+
+    def _is_ours(self) -> bool:
+        return threading.get_ident() == self._timer.thread and not torch.compiler.is_compiling()
+
+    def _before_optimizer(
+        self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Start the phase. A closure, which computes gradients, is not part of it."""
+        if not self._is_ours():
+            return None
+        self._timer.enter("optimizer")
+        if kwargs.get("closure") is not None:
+            return args, kwargs | {"closure": self._timed(self._base, kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._timed(self._base, args[1]), *args[2:]), kwargs
+        return None
+
+    def _after_optimizer(self, *_: object) -> None:
+        if self._is_ours() and self._timer.current == "optimizer":
+            self._timer.leave()
+
+    def _note_loader(self, batches: Any) -> None:
+        if hasattr(batches, "_num_workers"):
+            self.workers, self.dataset = batches._num_workers, rows_of(batches._dataset)
+
+    def _timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
+        """Return a function whose calls are timed as a phase, and saves by their lines."""
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Result:
+            if not self.starts(phase):
+                return plain(*args, **kwargs)
+            before_s = self._timer.seconds[phase]
+            if phase == "data_wait":
+                guarded(self._note_loader)(args[0])
+            try:
+                with self._timer.phase(phase):
+                    return plain(*args, **kwargs)
+            finally:
+                line = user_frame(sys._getframe(1)) if phase == "checkpoint" else None
+                if line is not None:
+                    self.saves.add("save", line, self._timer.seconds[phase] - before_s)
+
+        return call

@@ -1,0 +1,262 @@
+"""Records what a script calls in torch: which lines train, attention, float64, kept graphs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from flatout.config.registry import is_user_code
+from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
+
+KEY = "flatout"
+"""Key of a step's mark in the metadata of its graph."""
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+"""Name of the nodes of weights."""
+KEPT_STEPS = 50
+"""Last steps whose graphs are looked for."""
+MIN_ATTENTION = 32
+"""Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
+WHOLE = (torch.int64, torch.int32, torch.bool)
+"""Types of tokens and masks."""
+MOST_NODES = 500
+"""Nodes of a graph that are looked at."""
+MARK_DEPTH = 16
+"""Nodes below the loss at which its graph is marked once more: outputs may be kept without it."""
+
+
+class CallRecorder(TorchFunctionMode):
+    """Notes the calls of a loop's thread in torch by the line of user code that makes them.
+
+    Inside, each call takes some microseconds longer. Calls made by other calls are part of them.
+    """
+
+    def __init__(self, phase: Callable[[], str | None]) -> None:
+        super().__init__()
+        self.trains: set[Line] = set()
+        """Lines whose calls use weights, compute something that a backward pass goes through, or
+        start one.
+        """
+        self.found = LineTotals()
+        """Lines of `op`, `softmax`, `float64`, `broadcast`, as in `Evidence.sites`."""
+        self._phase = phase
+        self._open: list[tuple[Any, Line]] = []
+        """Nodes that no backward pass has gone through, and the lines that made them."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._open.clear()
+
+    def note_backward(self, roots: Sequence[Tensor]) -> None:
+        """Note which lines a backward pass from some tensors goes through."""
+        nodes = [one.grad_fn for one in roots]
+        reached = set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in reached:
+                reached.add(node)
+                nodes += [each for each, _ in node.next_functions]
+        self.trains |= {line for node, line in self._open if node in reached}
+        if (line := user_frame(sys._getframe(1))) is not None:  # the pass also starts there
+            self.trains.add(line)
+        self._open = [each for each in self._open if each[0] not in reached]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        start_s = time.perf_counter()
+        returned = func(*args, **(kwargs or {}))
+        guarded(self._note)(func, args, returned, time.perf_counter() - start_s)
+        return returned
+
+    def _note(self, func: Any, args: tuple[Any, ...], returned: Any, seconds: float) -> None:
+        """Note a call."""
+        every = returned if isinstance(returned, tuple) else (returned,)
+        result = next((one for one in every if isinstance(one, Tensor)), None)
+        name, phase = func.__name__, self._phase()
+        if phase not in ("forward", "other", "compute") or result is None:
+            return
+        line = user_frame(sys._getframe(1))
+        if name == "__get__" or line is None:  # an attribute, such as .grad
+            return
+        self.found.add("op", line, 0.0)
+        if phase == "forward" and any(isinstance(one, Parameter) for one in args):
+            self.trains.add(line)
+        if result.grad_fn is None:
+            return
+        self._open.append((result.grad_fn, line))
+        two = [one for one in args if isinstance(one, Tensor)]
+        # targets have no gradient, as the other side of pairs of predictions has
+        if len(two) == 2 and phase != "forward" and two[0].requires_grad != two[1].requires_grad:
+            column, row = sorted((one.shape for one in two), key=len, reverse=True)
+            is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
+            if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
+                self.found.add("broadcast", line, seconds)
+        square = result.shape[-2:]
+        if name == "softmax" and result.dim() > 2 and square[0] == square[1] >= MIN_ATTENTION:
+            self.found.add("softmax", line, seconds)
+        if result.dtype == torch.float64:
+            self.found.add("float64", line, seconds)
+
+
+def own_lines(
+    sampled: LineTotals, steps: int, recorder: CallRecorder | None, loop: Sequence[Line]
+) -> tuple[LineTotals, float]:
+    """Return the lines that do no training work, and the seconds that phases do not show.
+
+    Those are what other lines outside of phases train with, without what the lines that do not
+    train take inside of the forward pass.
+
+    Without a recorder, it is not known which lines of the forward pass are the model's, and outside
+    of it those that name a loss count as training. The seconds are those of an average step.
+    `loop` has the lines that lead to the loop, and call no function in each step.
+    """
+    found, training_s = LineTotals(), 0.0
+    found.callers = {line: at for line, at in sampled.callers.items() if at not in loop}
+    for kind in ("python", "compute") if recorder is not None else ("python",):
+        for line, total_s in sampled.seconds[kind].items():
+            if line in sampled.counts["data"]:
+                continue  # what the loop's own line takes is the loader's, such as its memory
+            trains = line in recorder.trains if recorder is not None else "loss" in line_of(*line)
+            if trains:
+                training_s += total_s / steps * (kind == "python")
+            elif sampled.counts[kind][line] >= MIN_SAMPLES:
+                found.add("own", line, total_s / steps)
+                training_s -= total_s / steps * (kind == "compute")
+    return found, training_s
+
+
+def padding_of(inputs: Any) -> list[float]:
+    """Return the share of padding columns in the widest integer inputs. [] means there are none.
+
+    In a column of padding, and in all from there to an end of the rows, every row of each of these
+    inputs has that input's one value, so masks and labels only confirm the padding of the tokens.
+    Masks without tokens show nothing. Reading values waits for the device.
+    Shapes: each integer input (B, T), anywhere in a tree of containers.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return []
+    every = [
+        one
+        for one in tree_leaves(inputs)
+        # operations on other classes of tensors may need all ranks
+        if type(one) is Tensor and one.dim() == 2 and one.numel() and one.dtype in WHOLE
+    ]
+    width, padded = max((one.shape[1] for one in every), default=0), 0
+    widest = [one for one in every if one.shape[1] == width]
+    with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
+        for end in (0, -1):
+            same = [(one == one[0, end]).all(0).tolist() for one in widest]
+            padded += len([*itertools.takewhile(all, [*zip(*same, strict=True)][:: end or 1])])
+        if any(int(one.max()) > 1 for one in widest) and padded < width >= MIN_ATTENTION:
+            return [padded / width]
+    return []
+
+
+class _Mark:
+    """Lives as long as the graph in whose metadata it is."""
+
+
+class Graphs:
+    """Notices graphs that stay in memory after their step."""
+
+    def __init__(self) -> None:
+        self._marks: deque[weakref.ref[_Mark]] = deque(maxlen=KEPT_STEPS)
+
+    def mark(self, loss: Tensor) -> None:
+        """Mark the graph of a step by its loss, and a node below it."""
+        if loss.grad_fn is not None:
+            mark = _Mark()
+            *_, deep = itertools.islice(_chain(loss.grad_fn), MARK_DEPTH)
+            _metadata(loss.grad_fn)[KEY] = _metadata(deep)[KEY] = mark
+            self._marks.append(weakref.ref(mark))
+
+    def kept(self) -> float | None:
+        """Return the share of the last steps, without two, whose graphs are in memory."""
+        earlier = [*self._marks][:-2]
+        return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
+
+    def keeper(self, frame: FrameType | None) -> tuple[str, Line] | None:
+        """Return the variable of the calling user code that keeps graphs, and the line that adds.
+
+        Variables of this thread's frames and attributes of their objects are looked at.
+        """
+        while frame is not None:
+            if is_user_code(frame.f_code.co_filename):
+                for name, value in _variables(frame):
+                    if len({*itertools.islice(_marks_in(value), 3)}) == 3:
+                        return name, _adding(frame, name)
+            frame = frame.f_back
+        return None
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """Return what torch keeps with a node of a graph for as long as the node."""
+    found: dict[str, Any] = node.metadata
+    return found
+
+
+def _chain(node: Any) -> Iterator[Any]:
+    """Yield a node and those below it that are first in its way to a weight."""
+    while node is not None:
+        yield node
+        below = (each for each, _ in node.next_functions)
+        node = next((one for one in below if one and one.name() != ACCUMULATE), None)
+
+
+def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    for name, value in [*frame.f_locals.items()]:
+        yield name, value
+        if is_user_code(getattr(sys.modules.get(type(value).__module__), "__file__", "") or "<"):
+            yield from ((f"{name}.{key}", one) for key, one in [*vars_of(value).items()])
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object. {} if it has no dictionary of them."""
+    return getattr(value, "__dict__", None) or {}
+
+
+def _marks_in(value: Any) -> Iterator[int]:
+    """Yield the marks that are reachable through the graphs of a tensor or a list of them."""
+    tensors: Iterable[Any] = [value] if isinstance(value, Tensor) else ()
+    if isinstance(value, (list, tuple, deque)):
+        tensors = [*value][-MIN_ATTENTION:]
+    nodes = [one.grad_fn for one in tensors if isinstance(one, Tensor) and one.grad_fn is not None]
+    chains = [[*itertools.islice(_chain(node), 2 * MARK_DEPTH)] for node in nodes]
+    nodes += itertools.chain.from_iterable(chains)
+    for _ in range(MOST_NODES):
+        if not nodes:
+            return
+        node = nodes.pop(0)
+        mark = _metadata(node).get(KEY)
+        if mark is not None:  # what is before a loss has no other marks
+            yield id(mark)
+            continue
+        nodes += [each for each, _ in node.next_functions if each is not None]
+
+
+def _adding(frame: FrameType, name: str) -> Line:
+    """Return the line of a function that adds to a variable, or its first line if none is found."""
+    file, first = frame.f_code.co_filename, frame.f_code.co_firstlineno
+    adds = re.compile(rf"{re.escape(name)}\b\s*(\+=|=|\.(append|extend|update)\()")
+    numbers = sorted({number for _, _, number in frame.f_code.co_lines() if number})
+    found: Counter[int] = Counter()
+    for number in numbers:
+        text = adds.search(line_of(file, number))
+        if text is not None:
+            found[number] = 2 - (text[1] == "=")
+    return file, found.most_common(1)[0][0] if found else first

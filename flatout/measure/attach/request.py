@@ -1,0 +1,184 @@
+"""What is asked of a script that flatout measures or changes, and what it answers. No torch."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict, Field
+
+from flatout.measure.evidence import Evidence, Failure
+from flatout.storage.files import Stored
+
+DEFAULT_SECONDS = 4.0
+"""Seconds of ordinary steps that `diagnose` measures."""
+SEEN = ".seen"
+"""Added to the name of the answer's file: how far the script has come: `torch`, or `step` and the
+number of its steps.
+"""
+
+
+class Timing(Stored):
+    """Which steps of a trial to time, and when it ends: after `limit_s` with fewer of them."""
+
+    steps: int = 3
+    """Fewest measured steps, after the warm-up."""
+    seconds: float = 0.0
+    """Fewest seconds of them."""
+    first_steps: int = 0
+    """Fewest steps in all, for their losses."""
+    warmup_steps: int | None = None
+    """Steps of the warm-up. None: until the step time is steady, at most `warmup_s`."""
+    warmup_s: float = 0.0
+    """Longest warm-up, counted from the end of the first step."""
+    limit_s: float = 86_400.0
+    """From its first step on: then three measured steps are enough, and after twice that, one."""
+    seed_offset: int = 0
+    """Added to every seed that the script sets. A script without seeds gets this one."""
+
+
+class Recording(Stored):
+    """Which steps to record with torch.profiler, and where to."""
+
+    steps: int
+    skip: int | None
+    """Steps before them. None: until nothing is compiled any more."""
+    trace: str
+    """File for the trace, as torch writes it."""
+    snapshot: str
+    """File for the memory snapshot of one more step, on a GPU."""
+
+
+class Recorded(Stored):
+    """What the recorded steps took, and those before them."""
+
+    device: str
+    first_step: int
+    """The first recorded step."""
+    seconds: float
+    """Of all recorded steps."""
+    step_s: float | None
+    """Of an average step before them, without the profiler."""
+    phases: dict[str, float]
+    """Seconds of the host by phase in such a step."""
+    has_trace: bool
+    notes: tuple[str, ...]
+
+
+class Request(Stored):
+    """What to measure of a script, and what to change in its process."""
+
+    answer: str = ""
+    """File for the answer."""
+    parent: int | None = None
+    """The process without which this one ends. None: it may run on."""
+    seconds: float = 0.0
+    """Seconds of ordinary steps."""
+    steps: int | None = None
+    """Steps, the warm-up included, after which the measurement ends. None means by the seconds."""
+    to_the_end: bool = False
+    """Whether the script runs on after that."""
+    changes: tuple[str, ...] = ()
+    """Names of the changes to apply."""
+    timing: Timing | None = None
+    """The steps to time. None: see `measures`."""
+    recording: Recording | None = None
+    """The steps to record. None: see `measures`."""
+    interrupt_after: int | None = None
+    """Steps after which the process gets a SIGTERM. Nothing is measured then."""
+    measures: bool = True
+    """Whether to collect evidence, if no steps are timed."""
+    guarded: tuple[str, ...] = ()
+    """What belongs to the user, into which links of the copy lead. It is not changed."""
+
+
+class Site(Stored):
+    """A place in a file at which the script makes a call that a patch may edit."""
+
+    kind: str
+    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad, or caller: of a
+    function that constructs an optimizer."""
+    name: str
+    """Class or function that is called."""
+    file: str
+    """Absolute path."""
+    line: int = 0
+    """First line of the call."""
+    end_line: int = 0
+    """Its last line."""
+    column: int = 0
+    """Where it starts in the first line, in bytes of UTF-8."""
+    end_column: int = 0
+    """Where it ends in the last one. 0 if not known."""
+    is_direct: bool = True
+    """Whether this line makes the call itself. Otherwise a library does that it calls."""
+    parameters: tuple[str, ...] = ()
+    """Parameters of the call, in order. () when they are not known."""
+    names: dict[str, str] = Field(default_factory=dict)
+    """Expressions of that line for the root "model" and for "torch", as far as there are any."""
+
+
+class Facts(Stored):
+    """What a script is made of, as far as changes depend on it."""
+
+    dtype: str = "float32"
+    """Type of most weights."""
+    workers: int | None = None
+    """Most workers of a DataLoader over a map-style dataset. None means there is none."""
+    in_memory: bool = False
+    """Whether these datasets only index tensors."""
+    pinned: bool = True
+    """Whether all loaders pin their batches."""
+    convolutions: bool = False
+    """Whether there are two-dimensional convolutions, with contiguous weights."""
+    compiled: bool = False
+    """Whether a model is compiled."""
+    autocast: bool = False
+    """Whether the forward pass runs in autocast."""
+    tf32: bool = False
+    """Whether fp32 matmuls may use TF32."""
+    calls: tuple[str, ...] = ()
+    """Kinds of `Site` that the steps call."""
+    eager_attention: bool = False
+    """Whether a model of transformers computes attention without SDPA."""
+
+
+class Answer(Stored):
+    """What was found in a script."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a loss may be either
+
+    evidence: Evidence | None = None
+    """None: nothing was measured."""
+    problem: str | None = None
+    """Why not."""
+    failure: Failure | None = None
+    """The error that ended the script."""
+    recorded: Recorded | None = None
+    """None: it was not asked for, or nothing was recorded."""
+    once: dict[str, float] = Field({})
+    """Of flatout's own training: seconds that a `save` blocks it, and `score` for each token of an
+    evaluation, and `steps`: those before its data were replaced."""
+    steps: int = 0
+    """Steps that were seen."""
+    facts: Facts | None = None
+    """None unless evidence was collected."""
+    step_s: list[float] = Field([])
+    """Seconds of each step of a trial after the first."""
+    warmup_steps: int = 0
+    """How many of `step_s` belong to the warm-up."""
+    settled: bool = True
+    """Whether the step time was steady after the warm-up."""
+    is_complete: bool = False
+    """Whether all steps that were asked for were timed."""
+    compiled: list[int] = Field([])
+    """Indices in `step_s` of steps that compiled."""
+    compile_s: float | None = None
+    """Seconds that compiling took. None means nothing was compiled."""
+    losses: list[float] = Field([])
+    """The loss of each step: the mean of what `backward` was called on."""
+    peak_gib: float | None = None
+    """Peak memory of the device, or on a CPU of the process."""
+    failed: dict[str, str] = Field({})
+    """Changes that could not be applied, and why."""
+    sites: tuple[Site, ...] = ()
+    """Calls that a patch may edit."""
+    writes: list[str] = Field([])
+    """Files outside of the working directory that were opened for writing."""

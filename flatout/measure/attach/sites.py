@@ -1,0 +1,189 @@
+"""Records the calls of a script that a patch may edit, with their exact positions in its files."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import os
+import sys
+import weakref
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.anomaly_mode import detect_anomaly, set_detect_anomaly
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from flatout.config.registry import is_user_code
+from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.request import Site
+
+MOST_CALLERS = 4
+"""Lines of user code, from the constructor of an optimizer outwards, that are searched for the
+name of the model."""
+WRAPPERS = ("flatout.", "torch._dynamo")
+"""Modules whose functions may stand between a call and the recorded function."""
+
+CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
+    "optimizer": ((Optimizer, "__init__"),),
+    "loader": ((DataLoader, "__init__"),),
+    "gc-collect": ((gc, "collect"),),
+    "empty-cache": ((torch.cuda, "empty_cache"),),
+    "threads": ((torch, "set_num_threads"),),
+    "anomaly": ((detect_anomaly, "__init__"), (set_detect_anomaly, "__init__")),
+    "zero-grad": ((Optimizer, "zero_grad"), (nn.Module, "zero_grad")),
+}
+"""The functions and methods that are recorded, by kind of `Site`."""
+
+
+@dataclass
+class _Calls:
+    """The calls of one place."""
+
+    site: Site
+    code: CodeType
+    """Kept, so that no other code gets its identity."""
+    visible: set[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=set)
+    """Expressions there, and the modules that they name."""
+
+
+class Sites:
+    """The calls of this process that a patch may edit."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, int, int], _Calls] = {}
+
+    def install(self) -> None:
+        """Record from now on, until the process ends. The calls behave as before."""
+        for kind, calls in CALLS.items():
+            for owner, name in calls:
+                self._watch(owner, name, kind)
+
+    def found(self, model: nn.Module | None) -> tuple[Site, ...]:
+        """Return the places in the order of their first calls.
+
+        `model` is the root module, or None when it is not known.
+        """
+        sites = []
+        for calls in [*self._calls.values()]:
+            name = _name_of(model, calls)
+            names = calls.site.names | ({"model": name} if name else {})
+            sites.append(calls.site.model_copy(update={"names": names}))
+        return tuple(sites)
+
+    def _watch(self, owner: Any, name: str, kind: str) -> None:
+        """Replace a function by one that records its calls, if they do what an edit takes away."""
+        plain = getattr(owner, name)
+
+        @guarded
+        def record(frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            matters = True
+            if kind == "anomaly":
+                matters = owner is detect_anomaly or torch.is_anomaly_enabled()
+            elif kind == "zero-grad":
+                matters = False in (*args[1:], *kwargs.values())
+            if matters:
+                receiver = args[0] if isinstance(owner, type) else None
+                self._record(kind, name, receiver, frame)
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                record(sys._getframe(1), args, kwargs)
+            return result
+
+        setattr(owner, name, call)
+
+    def _record(self, kind: str, name: str, receiver: Any, frame: FrameType | None) -> None:
+        """Note a call of a function, or of a method or constructor of `receiver`."""
+        while frame is not None and _is_inside(frame, receiver):
+            frame = frame.f_back
+        is_direct = frame is not None and is_user_code(frame.f_code.co_filename)
+        if not is_direct and kind not in ("optimizer", "loader"):
+            return
+        most = MOST_CALLERS if kind == "optimizer" else 1
+        while frame is not None and most:
+            code, here = frame.f_code, frame
+            frame = frame.f_back
+            if not is_user_code(code.co_filename):
+                continue
+            most -= 1
+            key = (kind, id(code), here.f_lasti)
+            if key not in self._calls:
+                place = next(islice(code.co_positions(), here.f_lasti // 2, None), (None,) * 4)
+                line, end_line, column, end_column = (number or 0 for number in place)
+                site = Site(
+                    kind=kind,
+                    name=type(receiver).__name__ if name == "__init__" else name,
+                    file=os.path.abspath(code.co_filename),
+                    line=line or here.f_lineno,
+                    end_line=end_line,
+                    column=column,
+                    end_column=end_column,
+                    is_direct=is_direct,
+                    parameters=_parameters(receiver, name),
+                )
+                self._calls[key] = _Calls(site, code)
+            if kind in ("optimizer", "caller"):
+                _look_around(here, self._calls[key])
+            kind, is_direct = "caller", False
+
+
+def _is_inside(frame: FrameType, receiver: Any) -> bool:
+    """Return whether a frame is part of a call itself: of a wrapper or a constructor."""
+    code = frame.f_code
+    if str(frame.f_globals.get("__name__")).startswith(WRAPPERS):
+        return True
+    if is_user_code(code.co_filename):  # whose locals are left alone
+        constructors = {f"{one.__qualname__}.__init__" for one in type(receiver).__mro__}
+        return code.co_qualname in constructors
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+    return receiver is not None and first is receiver
+
+
+def _parameters(receiver: Any, name: str) -> tuple[str, ...]:
+    """Return the parameters of a constructor or method up to a starred one. () for functions."""
+    if receiver is None:
+        return ()
+    signature = inspect.signature(type(receiver) if name == "__init__" else getattr(receiver, name))
+    named = takewhile(lambda one: not str(one).startswith("*"), signature.parameters.values())
+    return tuple(one.name for one in named)
+
+
+def _look_around(frame: FrameType, calls: _Calls) -> None:
+    """Note the names of torch and of all modules that a frame can see."""
+    own = frame.f_locals
+    seen = frame.f_globals | dict(own)
+    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict)
+    if is_copy and sys.getrefcount(own) <= 3:  # nor has the script called `locals()`
+        own.clear()  # before Python 3.13, it would keep alive what the script deletes
+    owner: Any = seen.get("self")
+    attributes = dict(getattr(owner, "__dict__", {}))
+    if issubclass(type(owner), nn.Module):
+        attributes |= owner.named_children()
+    seen |= {f"self.{name}": value for name, value in attributes.items()}
+    for name, value in seen.items():
+        if value is torch:
+            calls.site.names["torch"] = name
+        # the type, since a proxy may not want to be asked what it is an instance of
+        if issubclass(type(value), nn.Module):
+            calls.visible.add((name, weakref.ref(value)))
+
+
+def _name_of(model: nn.Module | None, calls: _Calls) -> str | None:
+    """Return the shortest expression for a model, or for a module that it only wraps."""
+    if model is None:
+        return None
+    weights = {*map(id, model.parameters())}
+    found = []
+    for name, reference in calls.visible:
+        module = reference()
+        if module is not None and {*map(id, module.parameters())} == weights:
+            found.append((module is not model, len(name), name))
+    return min(found)[-1] if found else None

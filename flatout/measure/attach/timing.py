@@ -1,0 +1,350 @@
+"""Times the steps of a script inside its process, and records what the script is made of."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, IterableDataset
+
+from flatout.distributed.rendezvous import stated_ranks
+from flatout.hardware.machine import GIB
+from flatout.measure.attach.apply import Models, replace
+from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.hooks import observing, rows_of
+from flatout.measure.attach.request import Answer, Facts, Request
+from flatout.storage.files import write_text
+from flatout.training.metrics.compile_events import CompilationWatch
+from flatout.training.metrics.device import process_peak_bytes
+
+CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.mkdir", "shutil.rmtree")
+"""Events of Python before the file system changes."""
+OTHERS_STEPS = 25
+"""Steps of other optimizers after which the main one is taken to have ended its work."""
+FEW_STEPS = 3
+"""Measured steps that are enough once a trial is late."""
+WAIT_S = 60.0
+"""How long a process waits to be ended."""
+
+WINDOW_STEPS, WINDOW_S = 8, 1.0
+"""Minimum steps and seconds of a warm-up window."""
+TOLERANCE = 0.02
+"""Two windows agree if their median steps differ by no more than this share."""
+
+
+class Guard:
+    """Keeps a script in a copy of the user's directory from changing the directory itself."""
+
+    def __init__(self, request: Request) -> None:
+        self.others: dict[str, None] = {}
+        """Files elsewhere that were opened for writing."""
+        self._guarded = request.guarded
+        temporary = os.path.realpath(tempfile.gettempdir())
+        self._quiet = ("/dev/", "/proc/", f"{Path.home()}/.cache/", os.getcwd(), temporary)
+        sys.addaudithook(self._on_event)
+        replace(torch, "save", self._saving)
+        register_optimizer_step_post_hook(self._on_optimizer_step)
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note files that are opened for writing, and keep those of the user.
+
+        Raises: PermissionError.
+        """
+        for name in args if event in CHANGING else ():
+            if isinstance(name, str | os.PathLike):
+                folder, own = os.path.split(os.fspath(name))  # a link itself may go
+                self._refuse(os.path.join(os.path.realpath(folder or "."), own))
+        if event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+            self._before_writing(args[0], is_new=bool(args[2] & os.O_TRUNC))
+
+    def _is_guarded(self, path: str) -> bool:
+        return any(path == one or path.startswith(one + os.sep) for one in self._guarded)
+
+    def _refuse(self, path: str) -> None:
+        if self._is_guarded(path):
+            raise PermissionError(
+                f"trials must not change {path}, which is not copied. "
+                "Give the script a different path"
+            )
+
+    def _before_writing(self, name: Any, *, is_new: bool = True) -> None:
+        """Replace a link to a file of the user by the new file that is written.
+
+        Raises: PermissionError when the file is changed instead.
+        """
+        if not isinstance(name, str | os.PathLike):
+            return
+        path = os.path.realpath(name)
+        if is_new and os.path.islink(name) and self._is_guarded(path):
+            os.unlink(name)
+            return
+        self._refuse(path)
+        if not path.startswith(self._quiet) and "/torchinductor_" not in path:
+            self.others[path] = None
+
+    def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that writes to its second argument, outside of Python's own files."""
+
+        def save(content: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before_writing(path)
+            return plain(content, path, *args, **kwargs)
+
+        return save
+
+    def _on_optimizer_step(self, *_: object) -> None:
+        safetensors = sys.modules.get("safetensors.torch")
+        if safetensors is not None and not hasattr(safetensors.serialize_file, "__wrapped__"):
+            replace(safetensors, "serialize_file", self._saving)
+
+
+class Steps:
+    """Calls `ended` after each step of the script of this process: of the optimizer that ends them.
+
+    That is the first one, until others have taken many steps without it.
+    """
+
+    def __init__(self, ended: Callable[[], object]) -> None:
+        self.optimizer: Any = None
+        self.has_others = False
+        self._steps_of_others, self._ended = 0, ended
+        self.remove = register_optimizer_step_post_hook(guarded(self._after_step)).remove
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        weights = first_weights(optimizer)
+        # one of a traced model updates nothing
+        if torch.compiler.is_compiling() or weights is None or isinstance(weights, FakeTensor):
+            return
+        if self.optimizer is not None and weights is not first_weights(self.optimizer):
+            self._steps_of_others, self.has_others = self._steps_of_others + 1, True
+            if self._steps_of_others < OTHERS_STEPS:
+                return
+        self.optimizer, self._steps_of_others = optimizer, 0
+        self._ended()
+
+
+class StepTimer:
+    """Times the steps of the script of this process, from one step of its optimizer to the next.
+
+    During the warm-up it waits for the device after each step. The measured steps are queued as
+    they would be without it.
+    """
+
+    def __init__(self, request: Request, failed: dict[str, str], guard: Guard | None) -> None:
+        assert request.timing is not None
+        self._request, self._timing, self._failed = request, request.timing, failed
+        self._marks: list[Any] = []
+        """The end of each step: a time on the CPU, or an event on a GPU."""
+        self._warmup: int | None = None
+        """Steps of the warm-up, the first step not counted. None while it lasts."""
+        self._settled, self._is_complete = False, False
+        self._first_s = self._began_s = 0.0
+        self._compiled: list[int] = []
+        self._compile_s = 0.0
+        self._losses: list[list[Tensor]] = [[]]
+        self._guard, self._process = guard, os.getpid()
+        self._watch = CompilationWatch()
+        self._seed()
+        self._steps = Steps(self._end_step)
+        for name in ("backward", "grad"):  # the first one is also what Tensor.backward calls
+            replace(torch.autograd, name, partial(observing, self._before_backward))
+        atexit.register(guarded(self.answer))
+
+    def _seed(self) -> None:
+        """Fix all seeds, those that the script does not set included."""
+        offset = self._timing.seed_offset
+        for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
+            getattr(owner, name)(offset)
+            if offset:
+                replace(
+                    owner, name, lambda plain: lambda seed=0, *rest: plain(seed + offset, *rest)
+                )
+
+    def _before_backward(self, *args: Any, **kwargs: Any) -> None:
+        loss = loss_in(roots_of(args, kwargs))
+        if loss is not None and not isinstance(loss, FakeTensor):
+            self._losses[-1].append(loss.detach())
+
+    def _end_step(self) -> None:
+        if self._watch.changed():
+            self._compile_s += self._watch.poll().compile_s
+            self._compiled.append(len(self._marks) - 1)
+        mark, now_s = time.perf_counter(), time.perf_counter()
+        if self._on_gpu():
+            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,assignment]
+            mark.record()  # type: ignore[attr-defined]
+            if self._warmup is None:
+                torch.cuda.synchronize()
+        self._marks.append(mark)
+        self._losses.append([])
+        if len(self._marks) == 1:
+            self._first_s = now_s
+        if self._warmup is None:
+            self._end_warmup(now_s)
+        self._is_complete = self._is_enough(now_s)
+        if self._is_complete:
+            self.answer()
+            end_script(is_one_of_several=stated_ranks().world_size > 1)
+
+    def _end_warmup(self, now_s: float) -> None:
+        """End the warm-up if the step time is steady, or it was long enough."""
+        timing, step_s = self._timing, self._step_s()
+        self._settled = is_steady([0.0, *step_s])
+        is_over = self._settled or now_s - self._first_s >= min(timing.warmup_s, timing.limit_s / 2)
+        if timing.warmup_steps is not None:
+            is_over = len(step_s) >= timing.warmup_steps
+        if is_over:
+            self._warmup, self._began_s = len(step_s), now_s
+
+    def _is_enough(self, now_s: float) -> bool:
+        if self._warmup is None:
+            return False
+        timing, steps = self._timing, len(self._marks) - 1 - self._warmup
+        late_s = now_s - self._first_s - timing.limit_s
+        return (
+            (steps >= timing.steps and now_s - self._began_s >= timing.seconds)
+            and len(self._marks) >= timing.first_steps
+        ) or (late_s >= 0 and steps >= (1 if late_s >= timing.limit_s else FEW_STEPS))
+
+    def _step_s(self) -> list[float]:
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._on_gpu():
+            return [1e-3 * one.elapsed_time(other) for one, other in pairs]
+        return [other - one for one, other in pairs]
+
+    def _on_gpu(self) -> bool:
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+    def answer(self) -> None:
+        """Write what was measured, once."""
+        if not self._marks or os.getpid() != self._process or stated_ranks().rank:
+            return
+        peak = process_peak_bytes()
+        if self._on_gpu():
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+        step_s = self._step_s()
+        found = Answer(
+            steps=len(self._marks),
+            step_s=step_s,
+            warmup_steps=len(step_s) if self._warmup is None else self._warmup,
+            settled=self._settled,
+            is_complete=self._is_complete,
+            compiled=[index for index in self._compiled if index >= 0],
+            compile_s=self._compile_s or None,
+            losses=[
+                statistics.fmean(float(loss) for loss in losses)
+                for losses in self._losses
+                if losses
+            ],
+            peak_gib=peak / GIB,
+            failed=self._failed,
+            writes=list(self._guard.others) if self._guard else [],
+        )
+        write_text(Path(self._request.answer), found.model_dump_json())
+        self._marks = []
+
+
+def first_weights(optimizer: Any) -> Any:
+    """Return the first tensor that an optimizer updates. Its first groups may be empty."""
+    return next((each for group in optimizer.param_groups for each in group["params"]), None)
+
+
+def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors from which a call of torch.autograd.backward or grad starts."""
+    given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+    every = given if isinstance(given, (list, tuple)) else [given]
+    return [one for one in every if isinstance(one, Tensor)]
+
+
+def loss_in(roots: list[Tensor]) -> Tensor | None:
+    """Return what is a loss by its shape: one number from which alone a backward pass starts."""
+    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
+
+
+def end_script(*, is_one_of_several: bool) -> None:
+    """End the script of this process after its answer.
+
+    Others would fail without it, and a parent process would continue: those end all of them.
+    """
+    if is_one_of_several or parent_process() is not None:
+        time.sleep(WAIT_S)
+    with suppress(Exception):
+        sys.stdout.flush()
+    raise SystemExit(0)
+
+
+def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
+    """Return what the script of this process is made of."""
+    modules = [module for model in models.found for module in model.modules()]
+    weights = {id(p): p for model in models.found for p in model.parameters()}.values()
+    largest = max(weights, key=Tensor.numel, default=torch.empty(0))
+    living = (each for each in gc.get_objects() if issubclass(type(each), DataLoader))
+    loaders = [each for each in living if not isinstance(each.dataset, IterableDataset)]
+    return Facts(
+        dtype=str(largest.dtype).removeprefix("torch."),
+        workers=max((each.num_workers for each in loaders), default=None),
+        in_memory=all(rows_of(each.dataset) == "memory" for each in loaders),
+        pinned=all(each.pin_memory for each in loaders),
+        convolutions=any(
+            isinstance(module, nn.Conv2d)
+            and not module.weight.is_contiguous(memory_format=torch.channels_last)
+            for module in modules
+        ),
+        compiled=any(
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+            for module in modules
+        ),
+        autocast=models.in_autocast,
+        tf32=torch.get_float32_matmul_precision() != "highest",
+        calls=calls,
+        eager_attention=any(
+            getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
+            for model in models.found
+        ),
+    )
+
+
+def is_steady(step_s: Sequence[float]) -> bool:
+    """Return whether the step time is steady, so that the warm-up is over.
+
+    The first step never counts: it compiles, allocates and opens files. After it, the medians of
+    the last window and of the one before it must agree within 2%. A window is the shortest run of
+    at least eight steps and at least a second, so that neither a few quick steps nor a process that
+    is still getting faster counts as steady.
+    """
+    last = window_ending(step_s, len(step_s))
+    before = window_ending(step_s, len(step_s) - len(last)) if last else ()
+    if not before:
+        return False
+    median = statistics.median(last)
+    return abs(statistics.median(before) - median) <= TOLERANCE * median
+
+
+def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
+    """Return the window of steps before `end`, without the first step.
+
+    It is empty when there are too few steps, or they are too short.
+    """
+    seconds = 0.0
+    for start in range(end - 1, 0, -1):
+        seconds += step_s[start]
+        if end - start >= WINDOW_STEPS and seconds >= WINDOW_S:
+            return step_s[start:end]
+    return ()

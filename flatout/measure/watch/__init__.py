@@ -1,1 +1,0 @@
-"""`flatout.watch`: the verdict of `diagnose` about any PyTorch loop."""

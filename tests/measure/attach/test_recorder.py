@@ -1,0 +1,139 @@
+"""What a script's calls in torch show, line by line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from flatout.measure.attach.follower import moved
+from flatout.measure.attach.lines import LineTotals, line_of, user_frame
+from flatout.measure.attach.recorder import CallRecorder, Graphs, own_lines, padding_of
+from flatout.measure.evidence import Evidence
+
+
+@pytest.fixture
+def weights():
+    """Return a matrix with gradients."""
+    return torch.nn.Parameter(torch.randn(64, 64))
+
+
+def test_lines_that_train_are_told_from_others(weights):
+    recorder, (file, here) = CallRecorder(lambda: "other"), user_frame(sys._getframe())
+    with recorder:
+        loss = (weights @ weights).sum()
+        copy = weights.detach().clone()
+        shown = str(weights.abs().max())
+        recorder.note_backward([loss])
+    lines = [(file, here + 2), (file, here + 3), (file, here + 4)]
+    assert [line in recorder.trains for line in lines] == [True, False, False]
+    assert (file, here + 5) in recorder.trains, "it calls the backward pass"
+    sampled = LineTotals()
+    for line in lines * 3:
+        sampled.add("python", line, 0.1)
+    for _ in range(3):  # a line of the forward pass that does not train
+        sampled.add("compute", lines[2], 0.05)
+    sampled.callers = {lines[1]: (file, here), lines[2]: (file, 1)}
+    found, moved_s = own_lines(sampled, 1, recorder, [(file, 1)])
+    assert [*found.seconds["own"]] == lines[1:]
+    assert [*found.callers] == [lines[1]]
+    assert moved_s == pytest.approx(0.3 - 0.15)
+    del copy, shown
+
+
+def test_attention_and_float64_are_seen(weights):
+    recorder = CallRecorder(lambda: "forward")
+    with recorder:
+        torch.softmax((weights @ weights)[None], dim=-1)
+        weights.double().sum()
+    assert {"softmax", "float64"} <= recorder.found.counts.keys()
+
+
+def test_kept_outputs_keep_their_graph_without_the_loss(weights):
+    graphs, outputs = Graphs(), []
+    for _ in range(10):
+        output = (weights @ weights).relu()
+        loss = output.square().mean()
+        graphs.mark(loss)
+        loss.backward()
+        outputs.append(output)
+    assert graphs.kept() == 1.0
+    name, line = graphs.keeper(sys._getframe())
+    assert (name, line_of(*line)) == ("outputs", "outputs.append(output)")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_kept_graphs_are_counted_and_their_variable_is_named(weights, keeps):
+    graphs, losses, total = Graphs(), [], 0.0
+    for _ in range(10):
+        loss = (weights @ weights).sum()
+        graphs.mark(loss)
+        loss.backward()
+        losses.append(loss if keeps else loss.item())
+        total += loss.item()
+    assert graphs.kept() == (1.0 if keeps else 0.0)
+    name, line = graphs.keeper(sys._getframe()) or (None, None)
+    assert name == ("losses" if keeps else None)
+    assert line is None or line_of(*line).startswith("losses.append(")
+
+
+def padded(lengths, width=64, *, left=False):
+    """Return different tokens of some lengths, padded with 0."""
+    rows = torch.zeros(len(lengths), width, dtype=torch.long)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True), 1):
+        row[width - length if left else 0 :][:length] = 100 * number + torch.arange(length)
+    return rows
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_columns_of_padding_are_those_beyond_the_longest_row(left):
+    tokens = padded([5, 16, 9], left=left)
+    assert padding_of(((tokens,), {})) == [0.75]
+    mask, types = (tokens != 0).long(), torch.zeros_like(tokens)
+    given = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types, "labels": mask}
+    assert padding_of(((), given)) == padding_of(((given,), {})) == [0.75]
+    assert padding_of(((tokens, mask.bool()), {})) == [0.75]
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": padded([5, 64]), "attention_mask": padded([5, 64]) != 0},
+        {"input_ids": padded([64, 64]), "attention_mask": torch.ones(2, 64, dtype=torch.long)},
+    ],
+)
+def test_batches_that_are_as_wide_as_their_longest_row_have_no_padding(inputs):
+    assert padding_of(inputs) == [0.0]
+
+
+def test_inputs_that_are_no_tokens_say_nothing_about_padding():
+    ones, narrow = torch.ones(2, 64, dtype=torch.long), padded([3, 3], width=8)
+    others = torch.zeros(4, 64), torch.zeros(4, 0, dtype=torch.long), torch.zeros(4, 3, 64)
+    assert padding_of([ones, narrow, *others]) == padding_of([narrow]) == padding_of(others) == []
+    mask = padded([60, 62]) != 0
+    assert padding_of([mask]) == padding_of([mask.long()]) == padding_of([5 * ones]) == []
+
+
+def test_padding_is_not_looked_for_where_tensors_have_no_values():
+    tokens, seen = padded([5, 16, 9]), []
+    torch.vmap(lambda rows: seen.append(padding_of(rows)) or rows)(tokens[None])
+    assert seen == [[]]
+    assert padding_of(tokens.to("meta")) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times"),
+    [
+        (0.2, (0.1, 0.1, 0.7)),
+        (0.9, (0.0, 0.1, 0.8)),
+        (-0.05, (0.35, 0.05, 0.5)),
+        (-0.3, (0.6, 0.0, 0.3)),
+    ],
+)
+def test_lines_that_do_not_train_are_other_work_and_the_phases_still_add_up(seconds, times):
+    found = Evidence(source="script", step_s=1.0, other_s=0.3, host_s=0.1, compute_s=0.5)
+    assert tuple(moved(found, seconds).values()) == pytest.approx(times)
+    unknown = found.model_copy(update={"host_s": None})
+    assert moved(unknown, seconds)["host_s"] is None
+    assert moved(found.model_copy(update={"device": "cuda"}), seconds) == {}

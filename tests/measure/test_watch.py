@@ -1,0 +1,283 @@
+"""`flatout.watch` measures a loop, names its faults, and never changes what the loop does."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from own_time import OwnTime, compute
+from watching import batches, train
+
+import flatout
+from flatout.errors import ConfigError
+from flatout.measure.attach import follower, stages
+from flatout.measure.watch import PHASES
+from flatout.training.metrics.phases import PhaseTimer
+
+pytestmark = pytest.mark.slow
+
+PLAIN = (torch.save, gc.collect, torch.Tensor.item, torch.cuda.empty_cache)
+
+
+@pytest.fixture
+def watch():
+    """Return a watch that leaves nothing behind."""
+    found = flatout.watch()
+    yield found
+    found._loop.close()
+    assert (torch.save, gc.collect, torch.Tensor.item, torch.cuda.empty_cache) == PLAIN
+
+
+def names(watch) -> set[str]:
+    """Return the names of the findings, without those about the machine of the tests."""
+    machine = {"busy-machine", "cpu-threads", "unstable-training"}
+    return {finding.name for finding in watch.diagnosis().findings} - machine
+
+
+@pytest.mark.slow
+def test_waiting_for_data_is_named_with_its_line(watch):
+    def slow():
+        for batch in batches(60):
+            time.sleep(0.02)
+            yield batch
+
+    train(watch, source=slow())
+    (finding,) = (one for one in watch.diagnosis().findings if one.name == "slow-data")
+    assert finding.share > 0
+    assert finding.site.text == "time.sleep(0.02)"
+
+
+@pytest.mark.slow
+def test_a_trainers_whole_save_counts_with_the_line_that_trains(watch, monkeypatch):
+    class Trainer:
+        def _save_checkpoint(self):
+            time.sleep(0.1)
+
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))
+    plain = Trainer._save_checkpoint
+    train(watch, after=lambda *_: Trainer()._save_checkpoint())
+    (finding,) = (one for one in watch.diagnosis().findings if one.name == "slow-save")
+    assert "_save_checkpoint()" in finding.site.text
+    watch._loop.close()
+    assert Trainer._save_checkpoint is plain
+
+
+def test_saves_are_named_with_their_line(watch, tmp_path, monkeypatch):
+    plain = torch.serialization._save
+    monkeypatch.setattr(torch.serialization, "_save", lambda *args: (time.sleep(0.1), plain(*args)))
+
+    def save(number, model):
+        if number % 5 == 0:
+            torch.save(model.state_dict(), tmp_path / "weights.pt")
+
+    train(watch, after=save)
+    (finding,) = (one for one in watch.diagnosis().findings if one.name == "slow-save")
+    assert finding.site.text.startswith("torch.save(")
+    assert finding.site.file == __file__
+
+
+def test_the_files_of_one_save_say_nothing_about_saves(watch, tmp_path):
+    def save(number, model):
+        if number in (40, 50):
+            for name in ("weights.pt", "optimizer.pt"):
+                torch.save(model.state_dict(), tmp_path / name)
+
+    train(watch, after=save)
+    assert watch.evidence().checkpoint_s is None
+
+
+@pytest.mark.slow
+def test_reads_by_the_loop_count_but_not_those_of_the_optimizer(watch):
+    numbers = torch.ones(8)
+    train(watch, before=lambda number: [value.item() for value in numbers])
+    counts = watch.evidence()
+    assert counts.syncs - counts.expected_syncs == 8
+    assert watch.evidence().site("sync").text.endswith("[value.item() for value in numbers])")
+    assert "host-sync" in names(watch)
+
+
+@pytest.mark.slow
+def test_collecting_garbage_and_emptying_the_cache_are_named(watch):
+    gc.freeze()  # the tests' own objects
+    kept = [[] for _ in range(20_000)]
+    train(watch, before=lambda number: (gc.collect(), torch.cuda.empty_cache()))
+    gc.unfreeze()
+    assert {"garbage-collection", "empty-cache"} <= names(watch)
+    assert watch.evidence().collections >= 0.9
+    assert watch.evidence().empty_cache == pytest.approx(1)
+    del kept
+
+
+def test_each_moment_counts_once(watch):
+    train(watch, source=(time.sleep(0.002) or batch for batch in batches(80)))
+    evidence = watch.evidence()
+    assert sum(evidence.phase_shares().values()) <= 1.001
+    assert evidence.steps >= 20
+
+
+def test_without_step_the_optimizer_ends_steps(watch):
+    model = torch.nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for number, batch in enumerate(watch(batches(140))):
+        model(batch).sum().backward()
+        if number % 2:
+            optimizer.step()
+    assert watch.steps == 69
+    assert watch.evidence().compute_s > 0
+
+
+def test_evaluation_between_epochs_is_not_part_of_a_step(watch, monkeypatch):
+    timer = partial(PhaseTimer, clock=OwnTime.perf_counter)
+    monkeypatch.setattr(follower, "PhaseTimer", timer)
+    monkeypatch.setattr(stages, "time", OwnTime)
+    for _ in range(3):
+        train(watch, 40)
+        with watch.phase("evaluation"):
+            for batch in watch(batches(3)):
+                compute()
+                batch.sum()
+    evidence = watch.evidence()
+    assert watch.steps == 120
+    assert evidence.evaluation_s > 0
+    assert evidence.step_s < 1.4 * evidence.evaluation_s
+
+
+def test_gradients_may_be_accumulated_inside_a_step(watch):
+    source = iter(watch(batches(1000)))
+    for _ in range(50):
+        with watch.step(), watch.step():
+            for _ in range(4):
+                next(source).sum()
+    assert watch.steps == 49  # the last one has not ended
+    assert watch.evidence().data_wait_s > 0
+    for number, _ in enumerate(source):
+        with watch.step():
+            if number == 40:
+                break
+    assert watch.evidence().steps > 5
+
+
+def test_errors_of_the_loop_pass_unchanged(watch):
+    error = ValueError("mine")
+
+    def broken():
+        yield torch.ones(1)
+        raise error
+
+    with pytest.raises(ValueError, match="mine") as raised:
+        list(watch(broken()))
+    assert raised.value is error
+    for _ in watch(batches(1)):
+        with pytest.raises(ValueError, match="mine"), watch.step(), watch.phase("logging"):
+            raise error
+
+
+def test_lack_of_memory_is_the_verdict(watch):
+    def fail(number):
+        if number == 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train(watch, before=fail)
+    assert "CUDA out of memory" in watch.verdict()
+    assert watch.diagnosis().findings[0].name == "out-of-memory"
+
+
+def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, caplog):
+    fault = Mock(side_effect=RuntimeError("a fault of ours"))
+    monkeypatch.setattr(follower.Stages, "start_step", fault)
+    with caplog.at_level(logging.WARNING):
+        train(watch, 10)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "and the script continues: RuntimeError('a fault of ours')" in message
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # older versions of torch
+def test_an_active_profiler_is_left_alone(watch):
+    with torch.profiler.profile() as profiler:
+        train(watch)
+    assert any(event.name == "aten::addmm" for event in profiler.events())
+    assert any("Another profiler is active" in note for note in watch.evidence().notes)
+
+
+def test_a_profiler_that_starts_while_ours_records_takes_over(watch):
+    profiler = torch.profiler.profile()
+
+    def start(number):
+        if watch._loop.stages.name == "recorded" and not profiler.profiler:
+            profiler.start()
+
+    train(watch, before=start)
+    profiler.stop()
+    assert any(event.name == "aten::addmm" for event in profiler.events())
+    assert any("Another profiler has started" in note for note in watch.evidence().notes)
+    assert watch.evidence().kernels is None
+
+
+def test_the_loaders_own_attributes_are_visible(watch):
+    loader = torch.utils.data.DataLoader(range(10), batch_size=2)
+    assert len(watch(loader)) == 5
+    assert watch(loader).batch_size == 2
+    assert [batch.tolist() for batch in watch(loader)] == [[n, n + 1] for n in range(0, 10, 2)]
+    with pytest.raises(TypeError, match="has no len"):
+        len(watch(batches(2)))
+    assert next(watch(iter(range(3)))) == 0
+
+
+def test_saves_in_other_threads_are_not_part_of_the_loop(watch, tmp_path):
+    train(watch, 30)
+    thread = threading.Thread(target=torch.save, args=({}, tmp_path / "x.pt"))
+    thread.start()
+    thread.join()
+    train(watch, 30)
+    assert watch.evidence().checkpoint_s == 0
+
+
+def test_the_findings_are_printed_once_at_the_end(capsys):
+    with flatout.watch() as watch:
+        train(watch)
+    told = capsys.readouterr().err
+    assert "\nStep " in told
+    watch.finish()
+    assert watch.verdict() == told.splitlines()[0]
+    with flatout.watch() as asked:
+        train(asked)
+        asked.verdict()
+    assert not capsys.readouterr().err
+
+
+def test_what_cannot_be_answered_is_an_error(watch):
+    with pytest.raises(ConfigError, match="No step has been watched"):
+        watch.verdict()
+    assert "evaluation" in PHASES
+    with pytest.raises(ConfigError, match="'validation' is not a phase"), watch.phase("validation"):
+        pass
+    train(watch, 4)
+    assert watch.evidence().step_s is None
+    assert "too few" in watch.evidence().notes[-1]
+
+
+def test_other_ranks_neither_measure_nor_speak(monkeypatch, capsys):
+    monkeypatch.setattr(follower, "ranks", lambda: (1, 2))
+    with flatout.watch() as watch:
+        train(watch)
+    assert not capsys.readouterr().err
+    with pytest.raises(ConfigError, match="this is rank 1"):
+        watch.verdict()
+
+
+def test_logged_losses_are_evidence(watch):
+    for batch in watch(batches(60)):
+        with watch.step():
+            watch.log(loss=batch.square().mean(), grad_norm=0.5, lr=1.0)
+    evidence = watch.evidence()
+    assert [step for step, _ in evidence.losses] == list(range(1, 61))
+    assert {norm for _, norm in evidence.grad_norms} == {0.5}
