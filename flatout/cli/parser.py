@@ -152,7 +152,9 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
             fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}. {see}"
         return ConfigError(f"`flatout {name}` has no option {option!r}.", fix=fix)
     message = error.format_message().rstrip(".")
-    param = error.param if isinstance(error, click.BadParameter) else None
+    name_of = getattr(error, "option_name", None)  # of one that lacks its value
+    param = next((each for each in parser.params if name_of in each.opts), None)
+    param = getattr(error, "param", None) or param
     if isinstance(param, click.Option) and not param.required:
         default = f" for the default, {param.default}" if param.show_default else ""
         see = f"Remove {param.opts[0]}{default}, or correct it: {param.help}"

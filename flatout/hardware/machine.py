@@ -173,7 +173,9 @@ def machine_named(text: str) -> Machine:
         guess = nearest(wanted, [name for _, names in named for name in names])
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise ConfigError(
-            f"--machine {wanted!r} is the name of {'several machines' if rows else 'no machine'}.",
+            f"--machine {wanted!r} matches several machines."
+            if rows
+            else f"There is no machine named {wanted!r}.",
             fix=f"Write one of {', '.join(row.name for row in rows)}."
             if rows
             else f"{hint}`flatout list machines` shows the known ones.",

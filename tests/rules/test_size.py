@@ -14,20 +14,20 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 79_110,
+    "measure": 78_900,
     "data": 78_000,
     "training": 65_600,
-    "cli": 24_450,
+    "cli": 24_390,
     "models": 24_600,
     "assembly": 20_000,
-    "config": 10_500,
+    "config": 10_550,
     "ops": 15_500,
     "inference": 12_550,
     "storage": 11_500,
     "distributed": 6_870,
     "optim": 6_100,
     "speedups": 6_000,
-    "hardware": 3_270,
+    "hardware": 3_273,
     "top": 4_290,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.

@@ -38,7 +38,7 @@ from flatout.config.documents import dump_yaml, read_document
 from flatout.config.schema import RunConfig, flat, validate
 from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
-from flatout.display import memory_size
+from flatout.display import amount
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, HardwareError
 from flatout.storage.files import folder_bytes, write_text
 from flatout.storage.json_io import (
@@ -262,8 +262,8 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     if free < needed_bytes:
         fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
         raise HardwareError(
-            f"The checkpoints of this run need {memory_size(needed_bytes)} more. "
-            f"The disk of {disk} has {memory_size(free)} free.",
+            f"The checkpoints of this run need {amount(needed_bytes, 'bytes')} more. "
+            f"The disk of {disk} has {amount(free, 'bytes')} free.",
             fix=f"Free space there, or {fewer}."
             if saved
             else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",
