@@ -93,7 +93,7 @@ class KernelRow(Stored):
 
     kind: str
     """The class: matmul, attention, normalisation, elementwise, reduction, copy, optimizer,
-    communication, scan, loss or other."""
+    communication, scan, decomposition, loss or other."""
     seconds: float
     """Their own time."""
     share: float

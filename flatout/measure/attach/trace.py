@@ -51,6 +51,7 @@ _PATTERNS = (
         r"fused_(adam|sgd)|fusedadam|foreach|multi_tensor|optimizer\.step|newton_schulz|"
         r"clip_grad|linalg_vector_norm",
     ),
+    ("decomposition", r"linalg_(?!vector_norm)|\bsvd|\beigh?\b|\bqr\b|cholesky"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|linear_cross"),
     (
         "attention",
@@ -108,7 +109,7 @@ def kind_of(name: str) -> str:
     generated = _GENERATED.match(word)
     if generated:
         fused = {kind for kind, pattern in _COMPILED if pattern.search(word.replace("_", " "))}
-        fused |= {kind for kind, pattern in _COMPILED[:6] if pattern.search(word)}
+        fused |= {kind for kind, pattern in _COMPILED[:7] if pattern.search(word)}
         named = next(
             (kind for kind in ("loss", "attention", "scan", "normalisation") if kind in fused), None
         )

@@ -186,12 +186,7 @@ ROWS = [
         "decomposition",
         "Matrix decompositions, such as an SVD, take a large part of each step.",
         lambda e: e.share(
-            sum(
-                row.seconds
-                for row in e.kernels or ()
-                if row.kind == "other" and "linalg" in row.slowest
-            ),
-            0.1,
+            sum(row.seconds for row in e.kernels or () if row.kind == "decomposition"), 0.1
         ),
         "{share:.0%} of each step decomposes matrices (torch.linalg).",
         "If the largest singular value is enough, use power iteration, as torch.nn.utils."

@@ -34,6 +34,11 @@ NAMES = {
         triton_poi_fused_add_mul_gelu_3
         cpp_fused_add_0
     """,
+    "decomposition": """
+        aten::linalg_svd
+        aten::_linalg_svd
+        aten::linalg_cholesky_ex
+    """,
     "reduction": """
         aten::sum
         triton_red_fused_sum_2

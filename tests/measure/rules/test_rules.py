@@ -93,7 +93,7 @@ cpu:
   compile-failure: {compile_fallback: no compiler}
   cpu-by-mistake: {machine: GPU}
   cpu-threads: {threads: 1}
-  decomposition: {kernels: [{kind: other, seconds: 0.02, slowest: "aten::linalg_svd"}]}
+  decomposition: {kernels: [{kind: decomposition, seconds: 0.02, slowest: svd}]}
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
