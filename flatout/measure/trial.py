@@ -248,7 +248,10 @@ def _wait(
             found = answer.evidence
             is_one = found is None or found.world_size == 1  # rank 0 waits, and so do the others
             # without steps it cannot attach
-            end_s = now_s + (grace_s if answer.steps and is_one else 0.0)
+            has_steps = is_one and (answer.steps > 0 or answer.failure is not None)
+            # one that ends by itself has its exit code
+            wait_s = grace_s if answer.is_complete else max(grace_s, GRACE_S)
+            end_s = now_s + (wait_s if has_steps else 0.0)
         if now_s > late_s:
             late_s = math.inf
             if request.timing is None and not (_seen(request) or "").startswith("step"):
@@ -304,11 +307,11 @@ def result_of(ran: Ran, limit_s: float) -> Result:
     answer, status, reason = ran.answer, "failed", None
     if answer.failed:
         reason = next(iter(answer.failed.values()))
-    elif not answer.is_complete and ran.code:
+    elif not answer.is_complete and (ran.code or answer.failure):
         error = error_in(ran.output)
         reason = error.what if error else last_words(ran.output) or f"exit code {ran.code}"
-        if ran.code < 0:
-            name = signal.Signals(-ran.code).name
+        if (ran.code or 0) < 0:
+            name = signal.Signals(-(ran.code or 0)).name
             why = ": the usual cause is too little memory" * (name == "SIGKILL")
             reason = f"the process was killed by {name}{why}"
         if isinstance(error, errors.OutOfMemory) or re.search(NO_MEMORY, reason, re.IGNORECASE):

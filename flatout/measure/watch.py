@@ -24,6 +24,7 @@ import torch
 from flatout.errors import ConfigError
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import LOG
+from flatout.measure.attach.lines import ASIDE
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import PHASES, Evidence
 
@@ -160,6 +161,17 @@ class Watch:
         finally:
             self._loop.leave(name)
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Keep what flatout does here out of the lines of the steps."""
+        if self._loop.stages is not None:
+            self._loop.enter(ASIDE)
+        try:
+            yield
+        finally:
+            if self._loop.stages is not None:
+                self._loop.leave(ASIDE)
+
     def log(self, **figures: Any) -> None:
         """Log the loss or the gradient's norm of the current step: loss=loss, grad_norm=norm.
 
@@ -177,7 +189,9 @@ class Watch:
         if self._evidence is not None:
             return self._evidence
         if self._latest is None or self._latest[0] != self.steps:
-            found, stages = self._loop.evidence(), self._loop.stages
+            with self._aside():
+                found = self._loop.evidence()
+            stages = self._loop.stages
             planned, tokens = self._planned_steps, self._tokens_per_step
             update: dict[str, float | None] = {"planned_steps": planned, "tokens_per_step": tokens}
             if found.step_s and stages is not None:
@@ -192,7 +206,8 @@ class Watch:
         Raises: ConfigError when no step has been watched.
         """
         self._was_asked = True
-        return diagnosis_of(self.evidence())
+        with self._aside():
+            return diagnosis_of(self.evidence())
 
     def verdict(self) -> str:
         """Return the most important finding in one line.

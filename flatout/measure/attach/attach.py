@@ -57,7 +57,7 @@ class Attachment:
         atexit.register(guarded(self.answer))
         self._models = Models()  # outside of the hooks above, so that it can remove its own
 
-    def answer(self) -> None:
+    def answer(self, *, is_complete: bool = False) -> None:
         """Write what was measured, once. Only the process that takes the steps writes."""
         loop, error = self._loop, getattr(sys, "last_value", None)  # set when an error ends it
         if self._is_done or os.getpid() != self._process or loop.rank:
@@ -81,7 +81,8 @@ class Attachment:
         loop.end()
         writes = list(self._guard.others) if self._guard else []
         failure = None if error is None else failure_of(error, loop.steps)
-        answer = Answer(steps=loop.steps, failure=failure, writes=writes, **found)
+        found |= {"is_complete": is_complete, "writes": writes}
+        answer = Answer(steps=loop.steps, failure=failure, **found)
         with suppress(OSError):  # the command has ended, and has removed its directory
             write_text(Path(self._request.answer), answer.model_dump_json())
 
@@ -92,7 +93,7 @@ class Attachment:
             with suppress(OSError):  # the command has ended
                 Path(self._request.answer + SEEN).write_text(f"step {steps + 1}", encoding="utf-8")
         if not goes_on or steps == self._request.steps:
-            self.answer()
+            self.answer(is_complete=True)
         if self._is_done and not self._request.to_the_end:
             end_script(is_one_of_several=self._loop.world_size > 1)
 

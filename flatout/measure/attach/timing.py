@@ -29,6 +29,7 @@ from flatout.hardware.machine import GIB
 from flatout.measure.attach.apply import Models, replace
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.hooks import observing, rows_of
+from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import Answer, Facts, Request
 from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
@@ -239,7 +240,7 @@ class StepTimer:
         if self._on_gpu():
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
-        step_s = self._step_s()
+        step_s, error = self._step_s(), getattr(sys, "last_value", None)
         found = Answer(
             steps=len(self._marks),
             step_s=step_s,
@@ -253,6 +254,7 @@ class StepTimer:
                 for losses in self._losses
                 if losses
             ],
+            failure=None if error is None else failure_of(error, len(self._marks)),
             peak_gib=peak / GIB,
             failed=self._failed,
             writes=list(self._guard.others) if self._guard else [],

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import RunConfig
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, FlatoutError
+from flatout.hardware.machine import probe
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import DEFAULT_SECONDS, Request
 from flatout.measure.diagnose.alternatives import LIMIT_S, with_alternatives
@@ -71,7 +72,13 @@ def prepared(
     config: RunConfig, folder: Path, cache: Path | None = None
 ) -> tuple[Evidence, RunConfig | None]:
     """Return what is known before the first step, and the configuration of the measured run."""
-    known = prepare(config, folder, cache)
+    try:
+        known = prepare(config, folder, cache)
+    except FlatoutError:
+        raise
+    except (Exception, SystemExit) as error:  # of the user's own model or optimizer
+        failure = failure_of(error, 0)
+        return Evidence(source="preflight", config=config, machine=probe(), failure=failure), None
     if known.resolved is None:
         return known.evidence, None
     values = {"train.steps": LONG_RUN_STEPS, "schedule.warmup": known.warmup_steps}

@@ -181,10 +181,11 @@ def of_script(
     how = "ended after the measurement; --to-the-end lets it continue"
     if code:
         how = f"failed with exit code {code}"
-    elif to_the_end:
+    elif to_the_end or code == 0:
         how = "ran to its end"
     about = (*found.about, ("Script", how))
-    return {"about": about, "next": f"`flatout tune -- {shlex.join(script)}`"}
+    fails = any(one.harm == "fails" for one in found.findings)
+    return {"about": about, "next": None if fails else f"`flatout tune -- {shlex.join(script)}`"}
 
 
 def next_for_recipe(

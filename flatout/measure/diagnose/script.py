@@ -27,7 +27,8 @@ def diagnose_script(
             RunFailed when nothing was measured.
     """
     ran = run_command(command, request, as_json=as_json, progress=progress)
-    return diagnosis_of(evidence_in(" ".join(command), ran.answer, ran.code)), ran.code
+    found = diagnosis_of(evidence_in(" ".join(command), ran.answer, ran.code))
+    return found, None if ran.answer.is_complete and not request.to_the_end else ran.code
 
 
 def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
@@ -48,6 +49,9 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
     if evidence is not None:
         what = f"ended after {counted(answer.steps, 'step')}, which are too few to measure."
         fix = "Let it train for at least 30 steps."
+    elif answer.failure is not None:
+        what = f"failed before its steps could be measured: {answer.failure.message}"
+        fix = answer.failure.fix or "Repair that first."
     elif answer.problem not in (None, NOT_IMPORTED) and not answer.steps:
         words, _, advice = str(answer.problem).partition(" Fix: ")
         raise ConfigError(words, fix=advice or "Run flatout in the environment of the script.")

@@ -38,7 +38,7 @@ from flatout.measure.trial import (
     run_command,
     run_recipe,
 )
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import CheckedFile, write_text, writing_run
 from flatout.training.run_dir.resume import run_name
 
@@ -115,8 +115,13 @@ def profile_script(
     with recorded_to(out, steps, skip) as (request, _):
         ran = run_command(command, request, as_json=as_json, progress=progress)
         if ran.answer.recorded is None:
+            if ran.answer.failure is None and (took := ran.answer.steps):
+                raise RunFailed(
+                    f"`{name}` took {counted(took + 1, 'step')}, which are too few.",
+                    fix="Let it train for longer, or use a smaller --skip or --steps.",
+                )
             evidence_in(name, ran.answer, ran.code)
-            raise RunFailed(f"{name} took too few steps.", fix="Use a smaller --skip or --steps.")
+            raise AssertionError
         return written(ran, request, out, recipe=name)
 
 

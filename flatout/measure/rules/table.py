@@ -131,8 +131,12 @@ ROWS = [
         ),
         "Other processes kept {e.other_busy_cores:.1f} of {e.cores} cores busy, which left too few "
         "for torch (threads: {e.threads}). Rates from that time are too low.",
-        "Measure again without them, or with OMP_NUM_THREADS=1: threads that wait for others are "
-        "slower.",
+        lambda e, _: (
+            (e.threads or 2) > 1
+            and "Measure again without them, or with OMP_NUM_THREADS=1: threads that wait for "
+            "others are slower."
+        ),
+        "Measure again without them.",
         shows="busy_share",
     ),
     row(
