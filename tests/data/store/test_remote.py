@@ -238,7 +238,7 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(uploaded, store, tmp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(
         DataError,
-        match=r"Fetching faulty://bucket/set needs 0\.0 MB, but only 0\.0 MB are free in .*cache",
+        match=r"needs \d+ bytes, but only 100 bytes are free in .*cache",
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     assert store.asked == ["get /bucket/set/manifest.json"]

@@ -160,7 +160,7 @@ def test_too_little_disk_is_reported_before_anything_is_written(make_run, export
     run = make_run()
     usage = export.shutil.disk_usage(run)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(HardwareError, match=r"The disk of .* has 0\.0 MB free"):
+    with pytest.raises(HardwareError, match=r"The disk of .* has 1\.0 kB free"):
         export_to(run)
 
 

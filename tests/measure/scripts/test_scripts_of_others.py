@@ -113,9 +113,9 @@ def test_training_in_evaluation_mode_and_weights_without_an_optimizer_are_named(
     named = {one.name: one for one in found.findings}
     assert named["evaluation-mode"].site.text == "model.eval()"
     assert "model.train()" in named["evaluation-mode"].fixes[0].text
-    forgotten = named["wasted-gradients"]
+    forgotten = named["unlearned-weights"]
     assert "extra.weight, extra.bias" in forgotten.verdict
-    assert "optimizer all weights" in forgotten.fixes[0].text
+    assert "optimizer" in forgotten.fixes[0].text
     assert "frequent-evaluation" not in named
     assert found.shares.get("evaluation", 0.0) < 0.2
 

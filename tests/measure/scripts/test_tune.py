@@ -241,7 +241,7 @@ def test_the_report_of_a_tuned_script_starts_with_the_changes_and_they_are_setti
     body = (tmp_path / "page.html").read_text().partition("<main>")[2].partition("<script")[0]
     text = " ".join(html.unescape(re.sub("<[^>]+>", " ", body)).split())
     assert text.startswith("Changes ")
-    assert "Differences before after compile false true bf16 false true" in text
+    assert "Differences before after compile no yes bf16 no yes" in text
     tuned(Script(speed={"bf16": 0.6}))
     flatout.report("tuned-train", out="page.html")
     text = (tmp_path / "page.html").read_text()
