@@ -40,6 +40,16 @@ def tried(text, tmp_path, *, steps=5, ends_after_s=60.0, **timing):
     )
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"), [("raise ValueError('mine')", "ValueError: mine"), ("sys.exit(3)", "code 3")]
+)
+def test_a_script_that_fails_after_some_steps_has_no_result(tmp_path, end, reason):
+    text = LOOP.replace("STEPS", "4") + f"import sys; {end}"
+    found = tried(text, tmp_path, steps=50)
+    assert found.status == "failed"
+    assert reason in found.reason
+
+
 def test_a_script_is_timed_and_ended_after_its_steps(tmp_path):
     endless = LOOP.replace("STEPS", "10**9")
     found = tried(endless, tmp_path)

@@ -37,6 +37,10 @@ class Faulty(transformer.MODEL):
         gc.collect()
         return loss, num_valid
 
+class Unbuilt(transformer.MODEL):
+    def __init__(self, *_, **__):
+        raise RuntimeError("mine")
+
 class Broken(transformer.MODEL):
     def forward(self, *_):
         raise ModuleNotFoundError("No module named 'imaginary'", name="imaginary")
@@ -124,6 +128,7 @@ def test_faults_of_the_users_own_model_are_named_with_their_lines(measured):
     [
         ("out-of-memory", "out-of-memory", "torch.empty(2**50)", {"model__kind": "Hungry"}),
         ("failure", "missing-package", "raise ModuleNotFound", {"model__kind": "Broken"}),
+        ("failure", "error", 'raise RuntimeError("mine")', {"model__kind": "Unbuilt"}),
         ("unstable-training", "diverged", None, {"optim__lr": 1e30, "schedule__warmup": 0}),
         ("failure", "no-data", None, {"data__path": "absent"}),
     ],

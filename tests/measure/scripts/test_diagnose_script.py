@@ -215,6 +215,7 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected,
         ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
         (script(steps=1), "no optimizer of torch took two steps"),
         (script(steps=4), "3 steps, which are too few"),
+        (script(after="raise ValueError('mine')"), "could be measured: ValueError: mine"),
     ],
 )
 def test_a_script_without_enough_steps_is_told(text, said, write):
