@@ -37,6 +37,22 @@ def path(text: str) -> Path | str:
     return Path(text) if text else text
 
 
+def kept(_: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Return the value of an option that is a path.
+
+    Raises: click.BadParameter when it is empty, or names what ends with this process.
+    """
+    if value == "":
+        raise click.BadParameter("it is empty", param=param)
+    if str(value).startswith("memory:"):
+        raise click.BadParameter(
+            "it is in the memory of this process, and is lost with it. A directory or a URL such "
+            "as s3://BUCKET/NAME stays",
+            param=param,
+        )
+    return value
+
+
 def build(name: str) -> click.Command:
     """Return the parser of `flatout NAME`.
 
@@ -86,6 +102,8 @@ def _click_parameter(
         shared["type"] = click.Choice(get_args(kind))
     if isinstance(metadata, Argument):
         return click.Argument([name], nargs=-1 if is_list else 1, **shared)
+    if Path in kinds:
+        shared["callback"] = kept
     if metadata.min is not None:  # `checked` rejects what is not finite
         number: Any = click.IntRange if kind is int else click.FloatRange
         shared["type"] = number(min=metadata.min)

@@ -68,17 +68,8 @@ def checked(call: Callable[Parameters, Returned]) -> Callable[Parameters, Return
                 continue
             kinds, mark = kinds_in(annotation.__origin__), annotation.__metadata__[0]
             least = getattr(mark, "min", None)
-            label = name
-            if isinstance(mark, Option):
-                label = next(iter(mark.names), f"--{name.replace('_', '-')}")
-            if Path in kinds and value == "":
-                raise ConfigError(f"{label} is empty.", fix=f"Name a path: {mark.help}")
-            if Path in kinds and isinstance(mark, Option) and str(value).startswith("memory:"):
-                raise ConfigError(
-                    f"{value} is in the memory of this process, and is lost with it.",
-                    fix=f"Set {label} to a directory, or to a URL such as s3://BUCKET/NAME.",
-                )
-            if not any(_fits(value, kind, least) for kind in kinds):
+            is_empty_path = value == "" and Path in kinds
+            if is_empty_path or not any(_fits(value, kind, least) for kind in kinds):
                 first = ", ".join(_described(kind, least) for kind in kinds)
                 raise ConfigError(
                     f"{name}={reprlib.repr(value)} must be {' or '.join(first.rsplit(', ', 1))}.",

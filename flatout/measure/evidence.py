@@ -47,6 +47,7 @@ FAILURES: dict[str, FailureKind] = {
     "ModuleNotFoundError": "missing-package",
     "OutOfMemory": "out-of-memory",
     "MemoryError": "out-of-memory",
+    "OutOfMemoryError": "out-of-memory",
     "DataError": "no-data",
     "Diverged": "diverged",
 }

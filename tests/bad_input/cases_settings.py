@@ -133,7 +133,7 @@ an edit of `auto` without its comma
     'auto-compile' | comma -> speedups=auto,-compile
 an empty run directory
     train my.yaml --run-dir ''
-    --run-dir is empty -> Run directory
+    '--run-dir' | empty -> Remove --run-dir
 --resume that is neither a word nor a run
     train my.yaml --resume no
     --resume no -> 'never' | auto, never, or the path

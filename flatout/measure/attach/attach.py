@@ -51,6 +51,7 @@ class Attachment:
             is_enough=self._is_enough,
             recording=request.recording,
             sites=self._sites,
+            is_trial=request.is_trial,
         )
         self._is_done, self._said_s = False, 0.0
         replace(os, "_exit", partial(observing, lambda *_: self.answer()))
@@ -69,7 +70,8 @@ class Attachment:
         if stages is not None and self._request.recording is not None:
             found["recorded"] = guarded(stages.recorded)()
         elif stages is not None and loop.steps:
-            found["once"] = (guarded(loop.run.once)() if loop.run is not None else None) or {}
+            if loop.run is not None and self._request.is_trial:
+                found["once"] = guarded(loop.run.once)() or {}
             try:
                 found["evidence"] = loop.evidence()
             except Exception as unexpected:

@@ -38,15 +38,14 @@ class FixedLoader:
 
 
 class FlatoutsRun:
-    """A run of flatout in this process, which is a trial: afterwards it is of no use."""
+    """A run of flatout in this process."""
 
     def __init__(
         self, session: Session, stages: Stages, on_phase: Callable[[str | None], object]
     ) -> None:
-        self._session, self._windows = session, stages
+        self._session, self._stages = session, stages
         self._own_steps: int | None = None
         session.log.clock.timer.on_change = on_phase
-        stages.with_fixed_data = self._fixed_data
 
     @classmethod
     def above(
@@ -64,7 +63,8 @@ class FlatoutsRun:
         return None if frame is None else cls(frame.f_locals["session"], stages, on_phase)
 
     @contextmanager
-    def _fixed_data(self) -> Iterator[None]:
+    def fixed_data(self) -> Iterator[None]:
+        """Give every step inside the block the same batch. Only for a trial."""
         run = self._session.run
         self._own_steps, loader = self._own_steps or run.step, run.loader
         run.loader = cast(PrefetchLoader, FixedLoader(loader))
@@ -74,7 +74,10 @@ class FlatoutsRun:
             run.loader = loader
 
     def once(self) -> dict[str, float]:
-        """Save and evaluate twice, and return what the second of each takes, as `Answer.once`."""
+        """Save and evaluate twice, and return what the second of each takes, as `Answer.once`.
+
+        Only for a trial: the saves are of steps that were not taken, and replace earlier ones.
+        """
         run, log, found = self._session.run, self._session.log, dict[str, float]()
         log.write_pending()
         found["steps"] = self._own_steps or run.step
@@ -92,5 +95,5 @@ class FlatoutsRun:
                 found["save"] = time.perf_counter() - start_s
                 run.saver.wait()
         except (DiskFull, OSError) as error:
-            self._windows.notes.append(f"A save could not be measured: {error}")
+            self._stages.notes.append(f"A save could not be measured: {error}")
         return found

@@ -82,7 +82,8 @@ class Follower:
     """Follows the loop of one thread, from its first backward pass or stated step on.
 
     `model` is the one that is trained, if it is known. `at_exit` is called when the process ends,
-    and `after_step` after each step, with whether the measurement goes on.
+    and `after_step` after each step, with whether the measurement goes on. `is_trial` means that
+    flatout's own run in this process is of no use to anybody, so that its data may be replaced.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Follower:
         recorded_steps: int = 2,
         recording: Recording | None = None,
         sites: Sites | None = None,
+        is_trial: bool = False,
     ) -> None:
         self.rank, self.world_size = 0, 1
         self.steps = 0
@@ -109,7 +111,7 @@ class Follower:
         self.run: FlatoutsRun | None = None
         """The run, if this is flatout's own loop."""
         self._source, self._at_exit, self._after_step = source, at_exit, after_step
-        self._is_enough, self._sites = is_enough, sites
+        self._is_enough, self._sites, self._is_trial = is_enough, sites, is_trial
         self._recorded_steps, self._recording = recorded_steps, recording
         self._is_off = False
         self._depth: int | None = None
@@ -192,9 +194,9 @@ class Follower:
 
     def _on_optimizer_step(self) -> None:
         """End a step and start the next, unless the loop states its steps."""
+        if self.stages is not None and self._is_off:
+            self._after_step(False)
         if self.stages is None or not self._starts():
-            if self.stages is not None:
-                self._after_step(False)
             return
         if self.steps == 0 and self.run is None:
             self._above = [*user_lines(stack_of(sys._getframe(1)))]
@@ -203,6 +205,8 @@ class Follower:
 
                 self.run = FlatoutsRun.above(sys._getframe(1), self.stages, self._on_phase)
                 self.base = BASE if self.run is None else None
+                if self.run is not None and self._is_trial:
+                    self.stages.with_fixed_data = self.run.fixed_data
         if self.steps == EARLY_STEP:
             self._early_gradients = _gradients()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
@@ -236,10 +240,7 @@ class Follower:
             return
         self._depth -= 1
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            found = failure_of(error, self.steps)
-            words = found.message.partition(": ")[2]
-            message = f"Out of memory at step {self.steps}: {words}".rstrip(": ")
-            self._failure = found.model_copy(update={"message": message, "kind": "out-of-memory"})
+            self._failure = failure_of(error, self.steps)
 
     @guarded
     def begin_wait(self) -> bool:

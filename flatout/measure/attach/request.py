@@ -85,6 +85,9 @@ class Request(Stored):
     """Steps after which the process gets a SIGTERM. Nothing is measured then."""
     measures: bool = True
     """Whether to collect evidence, if no steps are timed."""
+    is_trial: bool = False
+    """Whether it is flatout's own run in a scratch directory, whose data may be replaced at the end
+    of the measurement, and which may save what is of no use."""
     guarded: tuple[str, ...] = ()
     """What belongs to the user, into which links of the copy lead. It is not changed."""
 

@@ -210,10 +210,6 @@ class Stages:
         self.timer.reset()
         return True
 
-    def drop_step(self) -> None:
-        """Forget the current step, which has no batch."""
-        self._since_s = None
-
     def close(self) -> None:
         """End the current stage. The step that it interrupts does not count."""
         self._stages.close()
@@ -388,9 +384,9 @@ class Stages:
         yield from self._operations()
         if self.profiler is None:
             yield from (None for _ in range(asked.steps))
-        memory: Any = torch.cuda.memory
         if not self.on_gpu:
             return
+        memory: Any = torch.cuda.memory
         self.name = "memory"
         try:
             memory._record_memory_history(max_entries=1_000_000, stacks="python")
@@ -438,7 +434,7 @@ class Stages:
         self.counterfactual_s[self.name] = statistics.median(ratios) * self.step_s
 
     def _timed(self) -> Generator[None, None, float]:
-        """Take at least two steps, for a sixth of a turn's seconds, and return those of one."""
+        """Take at least two steps, for TURN_S, and return the seconds of one."""
         self._wait()
         start_s, steps = time.perf_counter(), 0
         while steps < 2 or time.perf_counter() - start_s < TURN_S:

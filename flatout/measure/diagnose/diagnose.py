@@ -63,7 +63,8 @@ def diagnose_recipe(
         progress.say("Nothing keeps the run from starting. Measuring its steps.")
         limit_s = LIMIT_S + 6 * seconds
         with progress.task("Measuring (about half a minute)"):
-            ran = run_recipe(stated, Path(folder) / "run", Request(seconds=seconds), limit_s)
+            request = Request(seconds=seconds, is_trial=True)
+            ran = run_recipe(stated, Path(folder) / "run", request, limit_s)
             found = measured(found, ran, Path(folder) / "run", limit_s)
         return with_alternatives(found, config.speedups, seconds, progress)
 

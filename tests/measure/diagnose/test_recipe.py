@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from flatout.config.documents import dump_yaml
 from flatout.errors import ConfigError, OutOfMemory
 from flatout.measure.attach.lines import failure_of
-from flatout.measure.attach.request import Answer
+from flatout.measure.attach.request import Answer, Request
 from flatout.measure.diagnose import diagnose
 from flatout.measure.diagnose.diagnose import diagnose_recipe, ending_of, prepared
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.trial import Ran
+from flatout.measure.trial import Ran, run_command
+from flatout.training.checkpoint import catalog
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +171,19 @@ def test_a_compiler_that_fails_is_named(measured, tmp_path):
     assert "compile-failure" in found
     assert evidence.compile_fallback
     assert "compile" not in evidence.speedups
+
+
+def test_a_users_own_run_under_diagnosis_keeps_its_checkpoints_and_its_data(tiny_config, tmp_path):
+    path = tmp_path / "my.yaml"
+    values = {"train.steps": 100_000, "checkpoint.every_steps": 3, "checkpoint.keep": 9}
+    path.write_text(dump_yaml(tiny_config().with_values(SIZE | values).to_dict()))
+    words = [sys.executable, "-m", "flatout", "train", str(path), "--run-dir", str(tmp_path / "r")]
+    answer, code, *_ = run_command(words, Request(seconds=0.5), is_captured=True)
+    assert (answer.is_complete, code, answer.once) == (True, 0, {})
+    assert "synthetic-data" not in answer.evidence.counterfactual_s
+    saved = catalog.steps(tmp_path / "r")
+    assert len(saved) > 2
+    assert not any(step % 3 for step in saved)
 
 
 def test_the_stated_warmup_is_kept_in_the_longer_run(tiny_config, tmp_path):

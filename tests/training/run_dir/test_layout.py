@@ -116,7 +116,7 @@ def test_the_exit_code_is_stored_and_cleared(tmp_path):
 def test_too_small_a_disk_is_an_error_before_the_run(tmp_path):
     layout.require_free_disk(tmp_path / "runs" / "not-yet", 1)
     with pytest.raises(
-        HardwareError, match=r"need 1,073,741,824\.00 GiB more.*Fix: Free space.*checkpoint\.dir"
+        HardwareError, match=r"need 1152921504\.6 GB more.*Fix: Free space.*checkpoint\.dir"
     ):
         layout.require_free_disk(tmp_path, 2**60)
 
@@ -128,7 +128,7 @@ def test_existing_checkpoints_count_as_free_space(tmp_path, monkeypatch):
     layout.require_free_disk(tmp_path, size + 600 * 1024)
     with pytest.raises(
         HardwareError,
-        match=r"need 1\.5 MiB more\. .* has 0\.6 MiB free"
+        match=r"need 1\.6 MB more\. .* has 614\.4 kB free"
         r".*Fix: Free space there, or keep fewer checkpoints \(checkpoint\.keep, ",
     ):
         layout.require_free_disk(tmp_path, size + 1536 * 1024)
