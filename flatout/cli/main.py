@@ -145,7 +145,8 @@ def call(words: list[str], display: contextlib.ExitStack, as_json: bool) -> int:
         words = [*words[1:2], "--help"]
     name, *rest = words or ["--help"]
     if name in {"--help", "-h", "--version"}:
-        return _print(f"flatout {_version()}\n" if name == "--version" else _help())
+        version = f"flatout {importlib.import_module('flatout').__version__}\n"
+        return _print(version if name == "--version" else _help())
     require_posix()
     if name not in COMMANDS.names():
         raise unknown_name("command", name, [*COMMANDS.names(), "--help", "--version"])
@@ -201,10 +202,6 @@ def _help() -> str:
     width = max(map(len, names))
     commands = (f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in names)
     return HELP.format(commands="\n".join(commands))
-
-
-def _version() -> str:
-    return str(importlib.import_module("flatout").__version__)
 
 
 def _print(text: str) -> int:

@@ -32,25 +32,18 @@ STARTS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|[^=]+\.p
 """The first word of a script's command."""
 
 
-def path(text: str) -> Path | str:
-    """Return a path. Empty text stays: it is no path, and `checked` rejects it."""
-    return Path(text) if text else text
+def kept(text: str) -> str:
+    """Return the text of a path or URL that is still there when this process has ended.
 
-
-def kept(_: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Return the value of an option that is a path.
-
-    Raises: click.BadParameter when it is empty, or names what ends with this process.
+    Raises: click.BadParameter.
     """
-    if value == "":
-        raise click.BadParameter("it is empty", param=param)
-    if str(value).startswith("memory:"):
+    if not text:
+        raise click.BadParameter("it is empty")
+    if text.startswith("memory:"):
         raise click.BadParameter(
-            "it is in the memory of this process, and is lost with it. A directory or a URL such "
-            "as s3://BUCKET/NAME stays",
-            param=param,
+            "it is lost with this process. A directory or a URL such as s3://BUCKET/NAME stays"
         )
-    return value
+    return text
 
 
 def build(name: str) -> click.Command:
@@ -93,17 +86,16 @@ def _click_parameter(
     if is_list:
         (kind,) = get_args(kind)
     is_required = default is inspect.Parameter.empty
-    shared: dict[str, Any] = {"required": is_required, "type": kind, "help": metadata.help}
-    if kind is Path:
-        shared["type"] = path
+    shared: dict[str, Any] = {"required": is_required, "help": metadata.help}
+    shared["type"] = str if kind is Path else kind
+    if Path in kinds and isinstance(metadata, Option):
+        shared["type"] = kept
     if not is_required and not is_list:
         shared["default"] = default
     if get_origin(kind) is Literal:
         shared["type"] = click.Choice(get_args(kind))
     if isinstance(metadata, Argument):
         return click.Argument([name], nargs=-1 if is_list else 1, **shared)
-    if Path in kinds:
-        shared["callback"] = kept
     if metadata.min is not None:  # `checked` rejects what is not finite
         number: Any = click.IntRange if kind is int else click.FloatRange
         shared["type"] = number(min=metadata.min)
@@ -170,9 +162,9 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
             fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}. {see}"
         return ConfigError(f"`flatout {name}` has no option {option!r}.", fix=fix)
     message = error.format_message().rstrip(".")
-    name_of = getattr(error, "option_name", None)  # of one that lacks its value
-    param = next((each for each in parser.params if name_of in each.opts), None)
-    param = getattr(error, "param", None) or param
+    lacking = getattr(error, "option_name", None)  # one without its value
+    of_name = (each for each in parser.params if lacking in each.opts)
+    param = getattr(error, "param", None) or next(of_name, None)
     if isinstance(param, click.Option) and not param.required:
         default = f" for the default, {param.default}" if param.show_default else ""
         see = f"Remove {param.opts[0]}{default}, or correct it: {param.help}"

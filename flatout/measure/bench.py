@@ -80,7 +80,7 @@ def run_bench(
     minutes: float | None = None,
     repeats: int | None = None,
     sweep: str | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     progress: Progress = SILENT,
     cache: Path | None = None,
 ) -> Bench:
@@ -96,7 +96,7 @@ def run_bench(
     start_s, began = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("bench")
     kind, digest = sweep or "ablation", requested.digest()
-    out = results_dir(requested, sweep, out)
+    folder = results_dir(requested, sweep, out)
     resolved = resolve_apart(requested, cache, progress)
     every = ablation(requested, resolved)
     if sweep:
@@ -105,7 +105,7 @@ def run_bench(
     names: dict[Any, str] = {}
     for point in points:
         names.setdefault(point.after, point.name)
-    claim(out)
+    claim(folder)
     total_s = 60 * minutes - EVALUATING_S if minutes is not None else math.inf
     # with a time limit trials are shorter, so that two rounds fit
     seconds = max(LEAST_SECONDS, min(total_s / (2.2 * len(names)) - START_S, SECONDS))
@@ -115,10 +115,10 @@ def run_bench(
         """Append a trial to trials.jsonl, so that it survives if this process is killed."""
         line: dict[str, Json] = {"bench": [requested.name, kind, digest], "began": began}
         line |= {"point": names[done.setting], "round": done.round}
-        with writing(out / TRIALS):
-            append_line(out / TRIALS, line | {"result": done.result.model_dump(mode="json")})
-            sync(out / TRIALS)
-            sync(out)
+        with writing(folder / TRIALS):
+            append_line(folder / TRIALS, line | {"result": done.result.model_dump(mode="json")})
+            sync(folder / TRIALS)
+            sync(folder)
 
     race = Race(
         partial(train, requested, timing),
@@ -133,14 +133,16 @@ def run_bench(
         run_rounds(race, points, repeats or ROUNDS)
     if not race.done:
         with suppress(OSError):  # it may contain the files of an earlier bench
-            out.rmdir()
-    race.require_result(f"Try the same recipe with `flatout train`. {out / TRIALS} has all trials.")
+            folder.rmdir()
+    race.require_result(
+        f"Try the same recipe with `flatout train`. {folder / TRIALS} has all trials."
+    )
     climb = [one.after for one in points if one.kind in ("baseline", "added")]
     total = race.gain(climb[-1], climb[0]) if len(climb) > 1 else None
     result = Bench(
         **facts_of(race),
         recipe=requested.name,
-        path=str(out),
+        path=str(folder),
         kind=kind,
         config=requested.to_dict(),
         config_digest=digest,
@@ -155,8 +157,8 @@ def run_bench(
         total_speedup=total and total.median,
     )
     result = result.model_copy(update={"notes": notes(race, result)})
-    write_json(out / JSON, result.model_dump(mode="json"))
-    write_text(out / TABLE, markdown(result.display()) + "\n")
+    write_json(folder / JSON, result.model_dump(mode="json"))
+    write_text(folder / TABLE, markdown(result.display()) + "\n")
     remember(result.rows, result, resolved, cache, progress)
     return result
 
@@ -270,15 +272,14 @@ def notes(race: Race, found: Bench) -> list[str]:
     return [*lines, f"{'; '.join(facts)}.", files]
 
 
-def results_dir(config: RunConfig, sweep: str | None, out: Path | None) -> Path:
+def results_dir(config: RunConfig, sweep: str | None, out: Path | str | None) -> Path:
     """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST. It is not created.
 
     Raises: ConfigError when it contains other files, but no bench.
     """
-    if out is None:
-        out = BENCHES / "-".join(filter(None, (run_name(config), sweep)))
-        more = (out.with_name(f"{out.name}-{number}") for number in count(2))
-        out = next(path for path in chain([out], more) if not path.exists())
+    named = BENCHES / "-".join(filter(None, (run_name(config), sweep)))
+    more = (named.with_name(f"{named.name}-{number}") for number in count(2))
+    out = Path(out or next(path for path in chain([named], more) if not path.exists()))
     require_own(out, is_own=(out / JSON).is_file() or (out / TRIALS).is_file())
     return out
 

@@ -77,12 +77,13 @@ def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
     machine = probe()
     device, _ = pick_device(requested.train.device, machine)
     on_device = requested.with_values({"train.device": device})
-    return _resolve(on_device, machine, open_dataset(requested), cache)
+    return resolve_on(machine, on_device, open_dataset(requested), cache)
 
 
-def _resolve(
-    config: RunConfig, machine: Machine, dataset: AnyDataset, cache: Path | None
+def resolve_on(
+    machine: Machine, config: RunConfig, dataset: AnyDataset, cache: Path | None = None
 ) -> Resolved:
+    """Resolve a recipe that states its device, as `resolve_here`."""
     resolved = resolve(config, machine=machine, dataset=dataset, world_size=1, cache=cache)
     return Resolved(*resolved, machine, dataset)
 
@@ -107,7 +108,7 @@ def adding_one(
     request = adding(requested.speedups, with_needs(name))
     named = stated.with_values({"speedups": request})
     try:
-        return _resolve(named, resolved.machine, resolved.dataset, cache).speedups
+        return resolve_on(resolved.machine, named, resolved.dataset, cache).speedups
     except UsageError as error:
         why = error.what.removeprefix(f"The speedup {name!r} cannot be used: ")
         return f"cannot be added: {why}"

@@ -12,7 +12,6 @@ from flatout.hardware.machine import probe
 from flatout.measure.output import commit_of_package
 from flatout.measure.race import Figure, LossCheck, Race, Row
 from flatout.measure.scripts.patch import ByHand
-from flatout.measure.trial import Result as TrialResult
 from flatout.progress import counted
 from flatout.storage.json_io import Result
 
@@ -29,11 +28,6 @@ HEADINGS = {
 FILE, SUMMARY_FILE = "tuning.json", "changes.txt"
 """Of a tuned script: the name of the result, and of its summary beside the records with the
 changes."""
-
-
-def rate_of(result: TrialResult) -> float | None:
-    """Return the tokens per second of a trial of a recipe."""
-    return result.tokens_per_s
 
 
 class Measurement(Result):

@@ -302,6 +302,12 @@ def last_words(output: str) -> str:
     return last[:300]
 
 
+def killed_by(code: int) -> str:
+    """Return what a negative exit code means."""
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + ": the usual cause is too little memory" * (name == "SIGKILL")
+
+
 def result_of(ran: Ran, limit_s: float) -> Result:
     """Return what a trial measured, or why it failed."""
     answer, status, reason = ran.answer, "failed", None
@@ -310,10 +316,8 @@ def result_of(ran: Ran, limit_s: float) -> Result:
     elif not answer.is_complete and (ran.code or answer.failure):
         error = error_in(ran.output)
         reason = error.what if error else last_words(ran.output) or f"exit code {ran.code}"
-        if (ran.code or 0) < 0:
-            name = signal.Signals(-(ran.code or 0)).name
-            why = ": the usual cause is too little memory" * (name == "SIGKILL")
-            reason = f"the process was killed by {name}{why}"
+        if ran.code and ran.code < 0:
+            reason = f"the process {killed_by(ran.code)}"
         if isinstance(error, errors.OutOfMemory) or re.search(NO_MEMORY, reason, re.IGNORECASE):
             status = "out-of-memory"
     elif len(answer.step_s) <= answer.warmup_steps and not ran.has_ended:

@@ -73,7 +73,7 @@ a URL as --out of `bench`
     --out s3://bucket/bench is a URL -> a local path
 a URL in memory as --out
     prepare book.txt --tokenizer byte --out memory://set
-    '--out' | lost with it | s3://BUCKET/NAME -> --help
+    '--out' | lost with this process | s3://BUCKET/NAME -> --help
 a URL as --out of `profile`
     profile my.yaml --out s3://bucket/profile
     --out s3://bucket/profile is a URL -> a local path

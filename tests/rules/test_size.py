@@ -20,7 +20,7 @@ ROOMS = {
     "cli": 24_390,
     "models": 24_600,
     "assembly": 20_000,
-    "config": 10_550,
+    "config": 10_500,
     "ops": 15_500,
     "inference": 12_550,
     "storage": 11_500,

@@ -53,7 +53,7 @@ def bench(
         minutes=minutes,
         repeats=repeats,
         sweep=sweep,
-        out=None if out is None else Path(out),
+        out=out,
         cache=default_cache(),
         progress=progress,
     )

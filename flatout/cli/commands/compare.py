@@ -46,14 +46,13 @@ def compare(
 
     In Python, `script` are the words of both commands, with `--` between them.
     """
-    words = list(script)
-    at = words.index("--") if "--" in words else len(words)
-    one, other = words[:at], words[at + 1 :]
-    how = "Write `flatout compare -- python train.py -- python train.py --compile`"
+    words = [*script, "--"]
+    at = words.index("--")
+    one, other = words[:at], words[at + 1 : -1]
     if not one or (not other and against is None):
         raise ConfigError(
             "There are no two commands to compare.",
-            fix=f"{how}, or `flatout compare --against main -- python train.py`.",
+            fix=f"Write `{COMMAND.example}`, or with --against REVISION a single one.",
         )
     if other and against is not None:
         raise ConfigError(

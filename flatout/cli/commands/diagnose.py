@@ -88,7 +88,7 @@ def diagnose(
     In Python, `script` are the words of the command (`as_json`: it prints to standard error).
     """
     if script:
-        require_only_script(recipe is not None or overrides)
+        require_one("diagnose", script, recipe, overrides)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
         known = of_script(found, script, code, to_the_end=to_the_end)
@@ -132,15 +132,20 @@ def diagnose(
     return DiagnoseResult(**dict(found) | {"next": then})
 
 
-def require_only_script(has_more: object) -> None:
-    """Check that nothing is given besides a script.
+def require_one(command: str, script: Sequence[str], recipe: object, more: object) -> None:
+    """Check that there is a script, without a recipe and `more` of its options, or a recipe.
 
-    Raises: ConfigError when something is.
+    Raises: ConfigError.
     """
-    if has_more:
+    if script and (recipe is not None or more):
         raise ConfigError(
             "A script after -- cannot be combined with a recipe and its options.",
             fix="Write `-- python train.py` alone.",
+        )
+    if not script and recipe is None:
+        raise ConfigError(
+            f"There is nothing to {command}.",
+            fix=f"Name a recipe, or write `flatout {command} -- python train.py`.",
         )
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command, Overrides
-from flatout.cli.commands.diagnose import require_only_script
+from flatout.cli.commands.diagnose import require_one
 from flatout.cli.commands.train import load_checked
 from flatout.config.schema import RunConfig
 from flatout.config.signature import Argument, Option, checked
-from flatout.errors import ConfigError, UsageError
+from flatout.errors import UsageError
 from flatout.measure.profile.result import Profile
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
@@ -57,29 +57,18 @@ def profile(
             fix=f"Profile at most {MOST_STEPS} steps. A few show the same.",
         )
     require_local(out or "", "--out ")
-    folder = None if out is None else Path(out)
-    if script:
-        require_only_script(recipe is not None or overrides)
+    require_one("profile", script, recipe, overrides)
+    if recipe is None:
         from flatout.measure.profile.profile import profile_script
 
         return profile_script(
-            script, steps=steps, skip=skip, out=folder, as_json=as_json, progress=progress
-        )
-    if recipe is None:
-        raise ConfigError(
-            "There is nothing to profile.",
-            fix="Name a recipe, or write `flatout profile -- python train.py`.",
+            script, steps=steps, skip=skip, out=out, as_json=as_json, progress=progress
         )
     config = load_checked(recipe, overrides, progress=progress)
     from flatout.measure.profile.profile import run_profile
 
     return run_profile(
-        config,
-        steps=steps,
-        skip=skip,
-        out=folder,
-        cache=default_cache(),
-        progress=progress,
+        config, steps=steps, skip=skip, out=out, cache=default_cache(), progress=progress
     )
 
 

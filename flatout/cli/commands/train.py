@@ -248,7 +248,7 @@ def load_checked(
 def processes(
     recipe: str,
     overrides: list[str] | None,
-    run: Path | None = None,
+    run: Path | str | None = None,
     resume: str = "auto",
     trust_code: bool = False,
     progress: Progress = SILENT,
@@ -265,7 +265,7 @@ def processes(
     preflight.check(config, progress=progress)
     count = num_processes(wanted.devices, wanted.device, probe())
     if count > 1:
-        stored = read_config(RUNS / run_name(recipe, overrides or ()) if run is None else run)
+        stored = read_config(Path(run or RUNS / run_name(recipe, overrides or ())))
         if stored is None:
             replicas(config.parallel, count)
             resolve_batch(config, count)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command, Overrides
-from flatout.cli.commands.diagnose import require_only_script
+from flatout.cli.commands.diagnose import require_one
 from flatout.cli.commands.train import load_checked
 from flatout.config.registry import SPEEDUPS, unknown_name
 from flatout.config.schema import RunConfig
@@ -74,8 +74,8 @@ def tune(
 
     In Python, `script` are the words of the command.
     """
-    if script:
-        require_only_script(recipe is not None or overrides or statistical)
+    require_one("tune", script, recipe, overrides or statistical)
+    if recipe is None:
         from flatout.measure.scripts.changes import CHANGES, GONE
         from flatout.measure.scripts.tune import tune_script
 
@@ -91,11 +91,6 @@ def tune(
         raise ConfigError(
             "--patch only applies to a script.",
             fix=f"Write `flatout tune --patch {patch} -- python train.py`.",
-        )
-    if recipe is None:
-        raise ConfigError(
-            "There is nothing to tune.",
-            fix="Name a recipe, or write `flatout tune -- python train.py`.",
         )
     out = out or "tuned.yaml"
     require_recipe_path(out, "--out ")

@@ -33,7 +33,7 @@ from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded
-from flatout.measure.attach.hooks import Hooks, observing
+from flatout.measure.attach.hooks import BASE, Hooks, observing
 from flatout.measure.attach.lines import (
     Line,
     LineTotals,
@@ -74,8 +74,6 @@ PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
 PLACES = {"optimizer": "optimizer", "loader": "rows", "anomaly": "anomaly", "threads": "threads"}
 """Kinds of calls in the script's files, and what their lines are evidence of."""
-BASE = "other"
-"""The phase of a step's time that belongs to no other."""
 
 
 class Follower:
@@ -172,7 +170,7 @@ class Follower:
             if self.rank:
                 return False
             self._timer, stack = PhaseTimer(), self._installed
-            self._hooks = Hooks(self._timer, BASE)
+            self._hooks = Hooks(self._timer)
             stack.enter_context(self._hooks.installed())
             stack.enter_context(self._hooks.loaders_installed())
             stack.callback(atexit.unregister, self._at_exit)
@@ -289,11 +287,10 @@ class Follower:
         self._log(figures, step)
 
     def _log(self, figures: Mapping[str, Any], step: int) -> None:
-        known = {name: value for name, value in figures.items() if name in ("loss", "grad_norm")}
-        tensors = {name: torch.as_tensor(value).detach() for name, value in known.items()}
+        known = [name for name in ("loss", "grad_norm") if name in figures]
+        tensors = {name: torch.as_tensor(figures[name]).detach().reshape(()) for name in known}
         if tensors:
-            shaped = {name: value.reshape(()) for name, value in tensors.items()}
-            self._logged.push(step, shaped, due=True)
+            self._logged.push(step, tensors, due=True)
 
     def _read_logged(self, *, flush: bool = False) -> None:
         """Keep the metrics that have arrived."""
@@ -306,7 +303,9 @@ class Follower:
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Callable[[], None] | None:
         """Divide forward passes from evaluation: calls that no other module makes."""
-        if self._is_inside or self.run is not None or not self._is_seen():
+        if self._is_inside or self.run is not None or self._is_off:
+            return None
+        if self.stages is not None and not self._starts():
             return None
         self._is_inside = True
         is_forward = False
@@ -329,10 +328,6 @@ class Follower:
             after()
             raise
         return after
-
-    def _is_seen(self) -> bool:
-        """Return whether calls of this thread are looked at."""
-        return not self._is_off and (self.stages is None or self._starts())
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the rows of a forward pass, and in the first steps its padding."""

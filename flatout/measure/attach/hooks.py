@@ -42,7 +42,9 @@ SAVES = (
     ("accelerate.accelerator", "Accelerator.save_state"),
 )
 """Functions that write checkpoints, by the module that calls them. Only of imported modules."""
-OWN_WORK = frozenset({None, "compute", "other"})
+BASE = "other"
+"""The phase of a step's time that belongs to no other."""
+OWN_WORK = frozenset({None, "compute", BASE})
 """Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
 
 
@@ -100,14 +102,14 @@ class Hooks:
     `base` is the phase of a step's time that belongs to no other.
     """
 
-    def __init__(self, timer: PhaseTimer, base: str = "compute") -> None:
+    def __init__(self, timer: PhaseTimer) -> None:
         self.saves = LineTotals()
         """The lines of user code that save."""
         self.workers: int | None = None
         """Processes of the last DataLoader that the loop waited for. None means there was none."""
         self.dataset: str | None = None
         """What it reads, as in `Evidence`."""
-        self._timer, self._base = timer, base
+        self._timer = timer
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -154,9 +156,9 @@ class Hooks:
             return None
         self._timer.enter("optimizer")
         if kwargs.get("closure") is not None:
-            return args, kwargs | {"closure": self._timed(self._base, kwargs["closure"])}
+            return args, kwargs | {"closure": self._timed(BASE, kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._timed(self._base, args[1]), *args[2:]), kwargs
+            return (args[0], self._timed(BASE, args[1]), *args[2:]), kwargs
         return None
 
     def _after_optimizer(self, *_: object) -> None:

@@ -58,7 +58,6 @@ class Recorded(Stored):
     """Of an average step before them, without the profiler."""
     phases: dict[str, float]
     """Seconds of the host by phase in such a step."""
-    has_trace: bool
     notes: tuple[str, ...]
 
 
@@ -73,6 +72,8 @@ class Request(Stored):
     """Seconds of ordinary steps."""
     steps: int | None = None
     """Steps, the warm-up included, after which the measurement ends. None means by the seconds."""
+    limit_s: float | None = None
+    """Seconds after which it counts as hanging."""
     to_the_end: bool = False
     """Whether the script runs on after that."""
     changes: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ from flatout.measure.attach.recorder import CallRecorder
 from flatout.measure.attach.request import Recorded, Recording
 from flatout.measure.attach.trace import (
     Trace,
-    exported,
+    document_in,
     mark_step,
     phase_ranges,
     profiling,
@@ -253,7 +253,8 @@ class Stages:
             return None
         try:
             with tempfile.TemporaryDirectory() as folder:
-                document = exported(self.profiler, Path(folder) / "trace.json")
+                self.profiler.export_chrome_trace(f"{folder}/trace.json")
+                document = document_in(Path(folder) / "trace.json")
         except (RunFailed, OSError) as error:
             self.notes.append(f"Operations were recorded and could not be read: {error}")
             return None
@@ -409,7 +410,6 @@ class Stages:
             seconds=self.special.seconds,
             step_s=self.step_s if self.ordinary.steps else None,
             phases=self.ordinary.per_step(),
-            has_trace=self.profiler is not None,
             notes=tuple(self.notes),
         )
 

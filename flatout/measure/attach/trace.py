@@ -2,7 +2,8 @@
 
     with profiling(device) as profiler, phase_ranges(timer):
         ...  # some steps
-    trace = read_trace(exported(profiler, path), steps=2)
+    profiler.export_chrome_trace(path)
+    trace = read_trace(document_in(path), steps=2)
 
 The trace is Chrome's JSON, which is the same in all versions of torch. Lines of user code come
 from `calls.py`: the profiler's stacks lack them.
@@ -281,15 +282,6 @@ def with_steps(document: dict[str, Any]) -> dict[str, Any]:
     for mark, end in zip(marks, ends, strict=False):
         mark |= {"dur": end - mark["ts"], "tid": 0}
     return document
-
-
-def exported(profiler: profile, path: Path) -> dict[str, Any]:
-    """Write the trace of a finished profiler to a file, and return it.
-
-    Raises: as `document_in`.
-    """
-    profiler.export_chrome_trace(str(path))
-    return document_in(path)
 
 
 def document_in(path: Path) -> dict[str, Any]:

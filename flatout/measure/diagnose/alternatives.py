@@ -16,7 +16,6 @@ from flatout.config.schema import RunConfig, parse_overrides
 from flatout.hardware.machine import GIB, Machine
 from flatout.measure.attach.request import Timing
 from flatout.measure.evidence import Evidence
-from flatout.measure.results import rate_of
 from flatout.progress import Progress
 
 ENOUGH_TOKENS = 4_096
@@ -55,7 +54,7 @@ def with_alternatives(
             setting = config.with_values(parse_overrides(overrides, RunConfig))
             with tempfile.TemporaryDirectory(prefix="flatout-trials-") as scratch:
                 result = try_recipe(setting, timing, LIMIT_S, Path(scratch) / "run")
-            rates.append((result.is_ok and rate_of(result)) or 0.0)
+            rates.append((result.is_ok and result.tokens_per_s) or 0.0)
     first, *others, last = rates
     aside_s = (evidence.checkpoint_s or 0.0) + (evidence.evaluation_s or 0.0)
     if not all(rates):

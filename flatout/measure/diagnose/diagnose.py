@@ -23,7 +23,7 @@ from flatout.measure.diagnose.preflight import prepare
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.evidence import Evidence, Failure
 from flatout.measure.resolving import apart
-from flatout.measure.trial import QUIET, Ran, error_in, last_words, run_recipe
+from flatout.measure.trial import GRACE_S, QUIET, Ran, error_in, killed_by, last_words, run_recipe
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.catalog import steps_between_saves
 from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES
@@ -63,8 +63,8 @@ def diagnose_recipe(
         progress.say("Nothing keeps the run from starting. Measuring its steps.")
         limit_s = LIMIT_S + 6 * seconds
         with progress.task("Measuring (about half a minute)"):
-            request = Request(seconds=seconds, is_trial=True)
-            ran = run_recipe(stated, Path(folder) / "run", request, limit_s)
+            request = Request(seconds=seconds, is_trial=True, limit_s=limit_s)
+            ran = run_recipe(stated, Path(folder) / "run", request, limit_s + GRACE_S)
             found = measured(found, ran, Path(folder) / "run", limit_s)
         return with_alternatives(found, config.speedups, seconds, progress)
 
@@ -148,9 +148,6 @@ def ending_of(ran: Ran, limit_s: float) -> Failure:
     if not ran.has_ended:
         return Failure(kind="hang", message=f"The run did not end within {limit_s:.0f} s.")
     if code == -signal.SIGKILL:
-        what = "The process was killed by SIGKILL: the usual cause is too little memory."
-        return Failure(kind="killed", message=what)
-    how = f"ended with exit code {code}"
-    if code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        return Failure(kind="killed", message=f"The process {killed_by(code)}.")
+    how = killed_by(code) if code and code < 0 else f"ended with exit code {code}"
     return Failure(kind="error", message=f"The process {how}: {said}")

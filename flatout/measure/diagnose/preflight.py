@@ -9,15 +9,15 @@ from typing import Any
 from flatout.assembly.memory import estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import GIB, past_run, runs_here
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
+from flatout.assembly.resolve import epoch_tokens, known_peak, workload_of
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import members_of
 from flatout.errors import DataError, HardwareError, MissingPackage
-from flatout.hardware.machine import Machine, pick_device, probe
+from flatout.hardware.machine import pick_device, probe
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.evidence import Evidence
 from flatout.measure.host import gpu_facts, host_facts
-from flatout.measure.resolving import Resolved
+from flatout.measure.resolving import Resolved, resolve_on
 from flatout.models.language_model import model_of
 from flatout.optim.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
@@ -45,7 +45,8 @@ def prepare(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepar
     try:
         device, reason = pick_device(asked.train.device, machine)
         known |= {"device": device, "no_gpu_because": reason, **gpu_facts(machine, device)}
-        resolved = resolved_here(asked.with_values({"train.device": device}), machine, cache)
+        stated = asked.with_values({"train.device": device})
+        resolved = resolve_on(machine, stated, open_dataset(asked), cache)
     except (DataError, MissingPackage, HardwareError) as error:
         failure = failure_of(error, 0)
         if device and isinstance(error, HardwareError):  # only the memory can be too small
@@ -87,13 +88,3 @@ def prepare(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepar
     }
     warmup = warmup_steps(config.schedule, steps or 1)
     return Prepared(Evidence(**known | facts), resolved, warmup)
-
-
-def resolved_here(config: RunConfig, machine: Machine, cache: Path | None) -> Resolved:
-    """Return a run on this machine, with its dataset.
-
-    Raises: DataError; HardwareError when not even one row fits.
-    """
-    dataset = open_dataset(config)
-    found = resolve(config, machine=machine, dataset=dataset, world_size=1, cache=cache)
-    return Resolved(*found, machine, dataset)

@@ -64,7 +64,7 @@ def run_profile(
     *,
     steps: int = 3,
     skip: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Profile:
@@ -76,15 +76,16 @@ def run_profile(
             written.
     """
     require_one_process("profile")
-    out = out or PROFILES / run_name(requested)
+    out = Path(out or PROFILES / run_name(requested))
     resolved = resolve_apart(requested.with_values(QUIET), cache, progress)
     config = long_enough(resolved.stated(), steps, skip)
     with recorded_to(out, steps, skip) as (request, scratch):
         with progress.task(f"Profiling {steps} steps"):
             ran = run_recipe(config, scratch / "run", request, math.inf)
         if ran.answer.recorded is None:
-            failed = RunFailed(f"The run failed: {last_words(ran.output)}", fix="Train it first.")
-            raise error_in(ran.output) or failed
+            raise error_in(ran.output) or RunFailed(
+                f"The run failed: {last_words(ran.output)}", fix="Repair that first."
+            )
         device = ran.answer.recorded.device
         return written(
             ran,
@@ -101,7 +102,7 @@ def profile_script(
     *,
     steps: int = 3,
     skip: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> Profile:
@@ -111,7 +112,7 @@ def profile_script(
     """
     name = shlex.join(command)
     file = next((word for word in command if word.endswith(".py")), command[0])
-    out = out or PROFILES / Path(file).stem
+    out = Path(out or PROFILES / Path(file).stem)
     with recorded_to(out, steps, skip) as (request, _):
         ran = run_command(command, request, as_json=as_json, progress=progress)
         if ran.answer.recorded is None:
@@ -167,12 +168,13 @@ def written(ran: Ran, request: Request, out: Path, **known: Any) -> Profile:
     found, asked = ran.answer.recorded, request.recording
     assert found is not None
     assert asked is not None
-    if has_snapshot := Path(asked.snapshot).exists():
+    raw, has_snapshot = Path(asked.trace), Path(asked.snapshot).exists()
+    if has_snapshot:
         Path(asked.snapshot).replace(out / SNAPSHOT)
     phases = {name.removesuffix("_wait"): 1e3 * s for name, s in found.phases.items()}
     profile = Profile(
         path=str(out),
-        trace=str(out / TRACE) if found.has_trace else None,
+        trace=str(out / TRACE) if raw.exists() else None,
         snapshot=str(out / SNAPSHOT) if has_snapshot else None,
         device=found.device,
         environment=fingerprint(found.device),
@@ -184,8 +186,8 @@ def written(ran: Ran, request: Request, out: Path, **known: Any) -> Profile:
         notes=found.notes,
         **known,
     )
-    if found.has_trace:
-        document = with_steps(document_in(Path(asked.trace)))
+    if raw.exists():
+        document = with_steps(document_in(raw))
         packed = gzip.compress(json.dumps(document).encode(), compresslevel=6)
         with CheckedFile(out / TRACE) as file:
             file.write(np.frombuffer(packed, np.uint8))

@@ -44,14 +44,6 @@ def write_mark(folder: Path, made_from: JsonObject) -> None:
     write_json(folder / MARK, {"format_version": FORMAT_VERSION, **made_from, "files": files})
 
 
-def format_of(folder: Path) -> str:
-    """Return the format of an export: huggingface, safetensors or gguf. Empty if it is not stated.
-
-    Raises: CheckpointError when flatout.json is damaged.
-    """
-    return read_model(folder / MARK, _Mark, fix="Export the run again.").to
-
-
 def require_as_exported(folder: Path, *, progress: Progress = SILENT) -> None:
     """Check the files of a directory against the digests in its flatout.json, if it has them.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from chrome_trace import US, document, kernel, operation, ranged
 
-from flatout.measure.attach.trace import exported, phase_ranges, profiling, read_trace
+from flatout.measure.attach.trace import document_in, phase_ranges, profiling, read_trace
 from flatout.training.metrics.phases import PhaseTimer
 
 
@@ -25,7 +25,9 @@ def trace(tmp_path_factory):
                     optimizer.step()
             optimizer.zero_grad()
             loss.item()
-    return read_trace(exported(profiler, tmp_path_factory.mktemp("raw") / "raw.json"), steps=2)
+    path = tmp_path_factory.mktemp("raw") / "raw.json"
+    profiler.export_chrome_trace(str(path))
+    return read_trace(document_in(path), steps=2)
 
 
 def test_operations_have_classes_and_times(trace):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 from chrome_trace import US, document
 
 from flatout.display import terminal_text
 from flatout.errors import RunFailed
-from flatout.measure.attach.trace import exported, read_trace
+from flatout.measure.attach.trace import document_in, read_trace
 from flatout.measure.profile.profile import with_trace
 from flatout.measure.profile.result import Profile
 
@@ -68,15 +65,14 @@ def test_without_kernels_the_rest_remains_and_a_note_shows_why():
 
 @pytest.mark.parametrize("content", [None, "", '{"traceEvents": [', "{}"])
 def test_an_incomplete_trace_is_an_error(tmp_path, content):
-    profiler = SimpleNamespace(
-        export_chrome_trace=lambda path: content is None or Path(path).write_text(content)
-    )
+    if content is not None:
+        (tmp_path / "raw.json").write_text(content)
     with pytest.raises(RunFailed, match="could not write its trace"):
-        exported(profiler, tmp_path / "raw.json")
+        document_in(tmp_path / "raw.json")
 
 
 def test_a_rate_over_no_time_is_null(tmp_path):
     infinite = '{"traceEvents": [{"args": {"memory bandwidth (GB/s)": Infinity}}]}'
-    profiler = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text(infinite))
-    (event,) = exported(profiler, tmp_path / "raw.json")["traceEvents"]
+    (tmp_path / "raw.json").write_text(infinite)
+    (event,) = document_in(tmp_path / "raw.json")["traceEvents"]
     assert event["args"] == {"memory bandwidth (GB/s)": None}
