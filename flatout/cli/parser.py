@@ -86,16 +86,16 @@ def _click_parameter(
     if is_list:
         (kind,) = get_args(kind)
     is_required = default is inspect.Parameter.empty
-    shared: dict[str, Any] = {"required": is_required, "help": metadata.help}
-    shared["type"] = str if kind is Path else kind
-    if Path in kinds and isinstance(metadata, Option):
-        shared["type"] = kept
+    as_text = str if str in kinds else kind
+    shared: dict[str, Any] = {"required": is_required, "help": metadata.help, "type": as_text}
     if not is_required and not is_list:
         shared["default"] = default
     if get_origin(kind) is Literal:
         shared["type"] = click.Choice(get_args(kind))
     if isinstance(metadata, Argument):
         return click.Argument([name], nargs=-1 if is_list else 1, **shared)
+    if Path in kinds:
+        shared |= {"type": kept, "metavar": "PATH"}
     if metadata.min is not None:  # `checked` rejects what is not finite
         number: Any = click.IntRange if kind is int else click.FloatRange
         shared["type"] = number(min=metadata.min)

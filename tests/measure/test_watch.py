@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from own_time import OwnTime, compute
 from watching import batches, train
 
 import flatout
@@ -135,19 +134,25 @@ def test_without_step_the_optimizer_ends_steps(watch):
 
 
 def test_evaluation_between_epochs_is_not_part_of_a_step(watch, monkeypatch):
-    timer = partial(PhaseTimer, clock=OwnTime.perf_counter)
-    monkeypatch.setattr(follower, "PhaseTimer", timer)
-    monkeypatch.setattr(stages, "time", OwnTime)
+    clock = SimpleNamespace(now=0.0)
+    own = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic)
+    monkeypatch.setattr(follower, "PhaseTimer", partial(PhaseTimer, clock=own.perf_counter))
+    monkeypatch.setattr(stages, "time", own)
+
+    def work(seconds):
+        clock.now += seconds
+
     for _ in range(3):
-        train(watch, 40)
+        train(watch, 40, before=lambda number: work(0.01))
         with watch.phase("evaluation"):
             for batch in watch(batches(3)):
-                compute()
+                work(1)
                 batch.sum()
     evidence = watch.evidence()
     assert watch.steps == 120
-    assert evidence.evaluation_s > 0
-    assert evidence.step_s < 1.4 * evidence.evaluation_s
+    each = 2 * 3 / 110  # 10 steps warm up, and the last evaluation follows the last step
+    assert evidence.evaluation_s == pytest.approx(each)
+    assert evidence.step_s == pytest.approx(0.01 + each)
 
 
 def test_gradients_may_be_accumulated_inside_a_step(watch):
