@@ -226,14 +226,15 @@ def build(
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
-    Weights are initialised with train.seed, identically on every rank. Then each rank's generators
-    get a different seed. `left_out` maps positions in the data to those to continue at instead.
-    `peak` is the peak rate of the device if it is known. Without `draws` the weights are arbitrary,
-    because a checkpoint replaces them.
+    Weights are initialised with train.seed, identically on every rank. `left_out` maps
+    positions in the data to those to continue at instead. `peak` is the peak rate of the device if
+    it is known. Without `draws` the weights are arbitrary, because a checkpoint replaces them.
     """
     recipe = recipe_of(config)
     recipe.allocator()
-    _seed(config.train.seed)
+    random.seed(config.train.seed)
+    np.random.seed(config.train.seed % 2**32)
+    torch.manual_seed(config.train.seed)
     set_deterministic(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.matmul)
     core, model = _model(config, recipe, machine, mesh, draws=draws)
@@ -262,7 +263,6 @@ def build(
         left_out=left_out or {},
     )
     run.loader = make_loader(run)
-    _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run.recipe.zero_grad(run.trained())
     run.peak = peak or known_peak(machine, str(mesh.device), run.arithmetic)
     return run
@@ -336,9 +336,3 @@ def make_loader(run: Run) -> DirectLoader | PrefetchLoader:
         left_out=run.left_out,
     )
     return run.recipe.loader(run.recipe.batching(run.dataset.split("train"), plan, run.reader))
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -229,8 +229,7 @@ def facts_of(run: Path, saved: Sequence[int]) -> dict[tuple[int, str], Any]:
             if name.endswith(".safetensors"):
                 found[step, name] = file.sha256
         state = read_state(checkpoint)
-        ranks = {str(number): values for number, values in enumerate(state["ranks"])}
-        for key, value in flat({"values": state["values"], "ranks": ranks}).items():
+        for key, value in flat({"values": state["values"]}).items():
             if key != "values.elapsed_s":
                 found[step, f"{catalog.STATE}: {key}"] = value
     return found

@@ -266,7 +266,7 @@ def require_mps_model(config: RunConfig, progress: Progress) -> None:
         )
     progress.say(
         "flatout has never been run on MPS: compare the first losses with those of "
-        "train.device=cpu. A resumed run with dropout draws different random numbers."
+        "train.device=cpu."
     )
 
 

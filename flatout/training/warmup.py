@@ -94,17 +94,16 @@ def _try_step(
     """
     device = run.mesh.device
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for work in _passes(run, eval_shapes):
-                failure = _attempt(work, stop if run.mesh.device_mesh is None else None)
-                stops = stop is not None and stop.signal_number is not None
-                num_failed, num_stopped = run.mesh.sum(
-                    *(torch.tensor(float(x), device=device) for x in (failure is not None, stops))
-                )
-                if float(num_stopped):  # the signal may also have ended the compiler's processes
-                    raise WorkInterrupted
-                if float(num_failed):
-                    return failure, True
+        for work in _passes(run, eval_shapes):
+            failure = _attempt(work, stop if run.mesh.device_mesh is None else None)
+            stops = stop is not None and stop.signal_number is not None
+            num_failed, num_stopped = run.mesh.sum(
+                *(torch.tensor(float(x), device=device) for x in (failure is not None, stops))
+            )
+            if float(num_stopped):  # the signal may also have ended the compiler's processes
+                raise WorkInterrupted
+            if float(num_failed):
+                return failure, True
     finally:
         run.core.train()
         run.recipe.zero_grad(run.trained())

@@ -1,17 +1,16 @@
 """A small run without dataset or recipe, with all the state that a resume needs."""
 
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from torch import nn
 
 from flatout.distributed.mesh import Mesh
 from flatout.optim.loss_scale import LossScaler
 from flatout.optim.step_guard import StepGuard
+from flatout.training.step import seed_step
 
 WIDTH = 8
 ALONE = Mesh()
@@ -80,10 +79,8 @@ def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> Simpl
         torch.optim.AdamW(groups, lr=0.01, fused=True, foreach=False),
         torch.optim.SGD([core.embedding.weight], lr=0.05, momentum=0.9),
     )
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed + 1000 * mesh.rank)
     return SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(seed=0)),
         core=core,
         model=core,
         optimizers=optimizers,
@@ -107,6 +104,7 @@ def train(run, num_steps) -> list[float]:
     """Train, and return the losses."""
     losses = []
     for _ in range(num_steps):
+        seed_step(run)
         loss = run.model(next(run.loader).to(run.mesh.device))
         scale = run.scaler.scale if run.scaler else 1.0
         (loss * scale).backward()
@@ -160,12 +158,4 @@ def outcome(run, num_steps) -> dict:
         ),
         "scale": run.scaler and run.scaler.state_dict(),
         "guard": run.guard.state_dict(),
-        "draws": (
-            random.random(),
-            random.gauss(0, 1),
-            np.random.rand(),
-            np.random.randn(),
-            torch.rand(2, device=run.mesh.device).tolist(),
-        ),
-        "draw_cpu": torch.rand(2).tolist(),
     }

@@ -49,7 +49,6 @@ def state_of(folder, step):
     return (
         {name: facts.sha256 for name, facts in files.items() if name not in (catalog.STATE, INFO)},
         {**state["values"], "elapsed_s": 0},
-        state["ranks"],
     )
 
 

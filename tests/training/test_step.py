@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from flatout.training.step import StepDropped, train_step
+from flatout.training.step import StepDropped, seed_step, train_step
 
 
 def steps(run, count=4):
@@ -135,37 +136,53 @@ def test_a_step_with_only_masked_targets_changes_nothing(build_run, tiny_config,
 
 
 def test_a_dropped_step_changes_nothing(build_run, tiny_config):
-    """Generators, buffers, gradients, weights and learning rates stay as before."""
+    """Buffers, gradients, weights and learning rates stay as before."""
     run = build_run(tiny_config(batch__rows_per_device=2))
     run.core.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
-    def draws(*_):
+    def count(*_):
         run.core.calls += 1
-        random.random(), np.random.rand(), torch.rand(1)
 
-    run.core.register_forward_pre_hook(draws)
+    run.core.register_forward_pre_hook(count)
     steps(run, 1)
     rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
     weights = {name: tensor.clone() for name, tensor in run.core.state_dict().items()}
-    generators = (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    )
     numbers = []
     with pytest.raises(StepDropped):
         train_step(run, next(run.loader), lambda _, number: numbers.append(number) or number == 3)
     assert numbers == [2, 3]
     assert all(p.grad is None for p in run.core.parameters())
-    assert (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    ) == generators
     assert all(torch.equal(tensor, weights[name]) for name, tensor in run.core.state_dict().items())
     assert [
         group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups
     ] == rates
+
+
+def test_what_a_step_draws_depends_on_seed_step_and_tokens_alone(build_run, tiny_config):
+    def draws(seed, *, disturbed=False):
+        run, found = build_run(tiny_config(train__seed=seed)), []
+        run.core.register_forward_pre_hook(lambda *_: found.append(drawn()))
+        for _ in range(3):
+            if disturbed:
+                drawn()
+            steps(run, 1)
+        return found
+
+    def drawn():
+        return random.random(), np.random.rand(), float(torch.rand(1))
+
+    assert draws(1) == draws(1, disturbed=True)
+    both = [*draws(1), *draws(2)]
+    assert len({*both}) == len(both) == 6
+
+    def of_rank(rank, tensor):
+        run = build_run(tiny_config())
+        run.mesh = replace(run.mesh, rank=rank, tensor=tensor)
+        seed_step(run)
+        return drawn()
+
+    assert of_rank(0, 2) == of_rank(1, 2) != of_rank(2, 2)
+    assert of_rank(0, 1) != of_rank(1, 1)
 
 
 def poisoned(run):

@@ -108,7 +108,7 @@ def verify(
 
     With --resume, it trains the recipe N + M steps, and again N steps, a stop and M steps, each in
     a fresh process and in a temporary directory, and compares every bit of the weights, the
-    optimizer, the random states, the position in the data and the recorded losses. On a GPU, it
+    optimizer, the position in the data and the recorded losses. On a GPU, it
     sets train.deterministic=true, without which kernels sum in no fixed order and no two runs are
     equal.
 

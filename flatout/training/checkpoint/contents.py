@@ -116,12 +116,9 @@ def _state_problems(checkpoint: Path) -> Iterator[str]:
     state = read_state(checkpoint)
     with parsing(path):
         steps = {"step": state["step"], "values.step": state["values"]["step"]}
-        ranks, world_size = len(state["ranks"]), state["world_size"]
     for name, found in steps.items():
         if found != step:
             yield f"{path} is damaged: {name} is {found} in the checkpoint of step {step}."
-    if ranks != world_size:
-        yield f"{path} is damaged: it has the states of {ranks} of {world_size} ranks."
 
 
 def read_state(checkpoint: Path) -> JsonObject:

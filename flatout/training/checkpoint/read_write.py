@@ -15,7 +15,6 @@ unpickled. Functions that do not need torch are in catalog.py.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,7 @@ def load(
         together(run.mesh, lambda: tensors.fill(targets, index, checkpoint, task, cuts), READING)
         for item in items:
             with parsing(checkpoint / catalog.STATE):
-                _restore(run, item, state)
+                item.restore(run, state["values"][item.name])
     return _differences(run, state, environment) + _forget_best(run, state, environment or {})
 
 
@@ -90,10 +89,10 @@ def _prepare(
         if not item.used(run):
             continue
         with parsing(checkpoint / catalog.STATE):
-            is_stored = item.name in _stored_items(state)
+            is_stored = item.name in state["values"]
         if is_stored:
             items.append(item)
-        elif item.name != "rng_cuda":  # a run on a GPU resumes from a checkpoint written on a CPU
+        else:
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
                 fix="Use a different checkpoint, or the version of flatout that wrote this one.",
@@ -104,20 +103,6 @@ def _prepare(
             tensors.check_fits(wanted, index, prefix=item.prefix, source=checkpoint)
             targets |= wanted
     return index, state, items, targets
-
-
-def _stored_items(state: JsonObject) -> set[str]:
-    return {*state["values"], *state["ranks"][0]}
-
-
-def _restore(run: Run, item: StateItem, state: JsonObject) -> None:
-    if item.reseed is None:
-        item.restore(run, state["values"][item.name])
-    elif run.mesh.rank < len(state["ranks"]):
-        item.restore(run, state["ranks"][run.mesh.rank][item.name])
-    else:
-        origin = f"{item.name} {state['ranks'][0][item.name]} {run.mesh.rank}"
-        item.reseed(run, int.from_bytes(hashlib.sha256(origin.encode()).digest()[:6], "big"))
 
 
 def _differences(run: Run, state: JsonObject, environment: JsonObject | None) -> list[str]:
@@ -132,7 +117,7 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
             f"The checkpoint was written by {saved} and is read by {here}: dropout and the last "
             "bits of sums will differ."
         )
-    stored, used = _stored_items(state), {item.name for item in STATE if item.used(run)}
+    stored, used = {*state["values"]}, {item.name for item in STATE if item.used(run)}
     missing = used - stored
     lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(missing)]
     lines += [

@@ -319,7 +319,7 @@ class Snapshot:
     entries: Mapping[str, Entry]
     """Index entries of the tensors."""
     values: JsonObject
-    """The JSON values: all of them on rank 0, only the per-rank ones on the others."""
+    """The JSON values, on rank 0."""
     index: JsonObject
     """What index.json has besides the tensors."""
     state: JsonObject
@@ -355,11 +355,7 @@ def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> S
         tensors=tensors,
         buffers=frozenset(buffers),
         entries=entries,
-        values={
-            item.name: item.read(run)
-            for item in STATE
-            if item.used(run) and (item.reseed or run.mesh.is_main)
-        },
+        values={item.name: item.read(run) for item in STATE if item.used(run) and run.mesh.is_main},
         index={
             "aliases": weights_and_aliases(run.core)[1],
             **({"base": run.base} if run.base else {}),
@@ -415,8 +411,6 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
         {name: Entry.model_validate(entry) for name, entry in share["tensors"].items()}
         for share in shares
     )
-    per_rank = {item.name for item in STATE if item.reseed}
-    values = shares[0]["values"].items()
     documents: JsonObject = {
         catalog.INDEX: {
             "tensors": {name: entry.model_dump() for name, entry in tensors.items()},
@@ -424,11 +418,7 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
         },
         catalog.STATE: {
             **snapshot.state,
-            "values": {name: value for name, value in values if name not in per_rank},
-            "ranks": [
-                {name: value for name, value in share["values"].items() if name in per_rank}
-                for share in shares
-            ],
+            "values": shares[0]["values"],
         },
         **({INFO: snapshot.info} if snapshot.info is not None else {}),
     }

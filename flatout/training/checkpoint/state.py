@@ -6,12 +6,10 @@ the learning rate is a pure function of the step, the data order one of the seed
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,8 +56,6 @@ class StateItem:
     """Return the tensors to fill, given the index and the stored value."""
     used: Callable[[Run], bool] = lambda _run: True
     """Whether this run has it at all."""
-    reseed: Callable[[Run, int], object] | None = None
-    """Set for per-rank items: seeds the item on a rank for which none is stored."""
 
 
 def _best(run: Run) -> JsonObject:
@@ -75,41 +71,6 @@ def _set_best(run: Run, value: JsonObject) -> None:
 def _set_scaler(run: Run, value: dict[str, float]) -> None:
     assert run.scaler is not None, "an item that is not used is not restored"
     run.scaler.load_state_dict(value)
-
-
-def _python_rng(_run: Run) -> JsonObject:
-    version, words, gauss = random.getstate()
-    return {"version": version, "words": list(words), "gauss": gauss}
-
-
-def _set_python_rng(_run: Run, value: JsonObject) -> None:
-    random.setstate((value["version"], tuple(value["words"]), value["gauss"]))
-
-
-def _numpy_rng(_run: Run) -> JsonObject:
-    state: Any = np.random.get_state(legacy=False)
-    return {
-        "kind": state["bit_generator"],
-        "words": state["state"]["key"].tolist(),
-        "position": state["state"]["pos"],
-        "has_gauss": state["has_gauss"],
-        "gauss": state["gauss"],
-    }
-
-
-def _set_numpy_rng(_run: Run, value: JsonObject) -> None:
-    words = np.array(value["words"], dtype=np.uint32)
-    np.random.set_state(
-        (value["kind"], words, value["position"], value["has_gauss"], value["gauss"])
-    )
-
-
-def _to_hex(state: Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _from_hex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _attribute(name: str) -> StateItem:
@@ -360,24 +321,5 @@ STATE: tuple[StateItem, ...] = (
         lambda run: {"position": int(run.loader.position)},
         lambda run, value: run.loader.seek(value["position"]),
     ),
-    StateItem("rng_python", _python_rng, _set_python_rng, reseed=lambda _, seed: random.seed(seed)),
-    StateItem(
-        "rng_numpy", _numpy_rng, _set_numpy_rng, reseed=lambda _, seed: np.random.seed(seed % 2**32)
-    ),
-    StateItem(
-        "rng_torch",
-        lambda _: _to_hex(torch.get_rng_state()),
-        lambda _, value: torch.set_rng_state(_from_hex(value)),
-        reseed=lambda _, seed: torch.default_generator.manual_seed(seed),
-    ),
-    StateItem(
-        "rng_cuda",
-        lambda run: _to_hex(torch.cuda.get_rng_state(run.mesh.device)),
-        lambda run, value: torch.cuda.set_rng_state(_from_hex(value), run.mesh.device),
-        used=lambda run: bool(run.mesh.device.type == "cuda"),
-        reseed=lambda run, seed: torch.cuda.default_generators[
-            run.mesh.device.index or 0
-        ].manual_seed(seed),
-    ),
 )
-"""In restore order: random generators last, so that no other item can draw from them."""
+"""In restore order."""

@@ -97,10 +97,9 @@ def test_an_index_that_does_not_fit_the_files_is_a_problem(checkpoint, change, p
     ("change", "problem"),
     [
         ({"step": 4}, "step is 4 in the checkpoint of step 3"),
-        ({"world_size": 2}, "the states of 1 of 2 ranks"),
-        ({"ranks": None}, "state.json is damaged"),
+        ({"values": None}, "state.json is damaged"),
     ],
-    ids=["step", "world size", "ranks"],
+    ids=["step", "values"],
 )
 def test_a_state_that_does_not_fit_is_a_problem(checkpoint, change, problem):
     rewrite(checkpoint, catalog.STATE, lambda state: state.update(change))
