@@ -14,7 +14,7 @@ FlatoutError
 ├── RunFailed             exit 1: the run failed
 │   ├── Diverged          the loss or the gradients are not finite
 │   ├── OutOfMemory       the device or the host has too little memory
-│   │   └── SmallerBatch    exit 76: one of several processes, the next start has fewer rows
+│   │   └── SmallerBatch    exit 76 of one of several processes: the next start has fewer rows
 │   └── DiskFull          the disk has no room for a checkpoint
 ├── Stopped               exit 75: stopped and saved, run the same command again
 └── Interrupted           exit 128 + signal: stopped before anything could be saved
@@ -147,9 +147,9 @@ class OutOfMemory(RunFailed):
 
 
 class SmallerBatch(OutOfMemory):
-    """One of several processes ran out of memory. The run directory has a smaller micro-batch.
+    """The run ran out of memory, and its directory has a smaller micro-batch for the next attempt.
 
-    All of them must start again: the others wait inside a collective for the one that failed.
+    Several processes must start again: the others wait inside a collective for the one that failed.
     """
 
     exit_code = 76

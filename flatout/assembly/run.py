@@ -162,7 +162,7 @@ class Run:
     rows_are_auto: bool = False
     """Whether flatout chose the rows of a micro-batch, and may choose fewer."""
     is_updating: bool = False
-    """Whether the step has begun to update the weights, so that it cannot be repeated."""
+    """Whether the step has begun to update the weights: fewer rows do not help there."""
     pulse: Pulse = field(default_factory=Pulse)
 
     @property

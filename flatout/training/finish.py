@@ -8,11 +8,10 @@ from flatout.progress import counted
 from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import digest_of
-from flatout.training.evaluation import Evaluation
+from flatout.training.evaluation import Evaluation, score
 from flatout.training.loop import (
     ends_early,
     eval_tokens,
-    evaluate,
     log_evaluation,
     log_sample,
 )
@@ -67,7 +66,7 @@ def final_evaluation(session: Session) -> Evaluation | None:
         evaluation = log_evaluation(session)
         if evaluation is None or not is_partial:
             return evaluation
-    evaluation = evaluate(session, None)
+    evaluation = score(run, drop=session.drop, progress=log.progress)
     if evaluation is not None:  # not a record: the curve shows the loss on the start of the split
         log.event("evaluation", loss=evaluation.loss, tokens=evaluation.tokens)
     return evaluation

@@ -9,7 +9,6 @@ from flatout.config.sections import TrainConfig
 from flatout.distributed.rendezvous import expect_steps
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
-from flatout.training.halving import attempts
 from flatout.training.metrics.log import require_finite
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
 from flatout.training.session import Session
@@ -34,14 +33,10 @@ def fit(session: Session) -> Run:
                 break
             position = run.loader.position
             try:
-                for attempt in attempts(session):
-                    with attempt:
-                        if run.loader.position != position:  # an attempt has failed
-                            run.loader.seek(position)
-                        with phase("data_wait"):
-                            batch = next(run.loader)
-                        with log.clock:  # device work only, does not wait
-                            result = train_step(run, batch, session.drop, phase)
+                with phase("data_wait"):
+                    batch = next(run.loader)
+                with log.clock:  # device work only, does not wait
+                    result = train_step(run, batch, session.drop, phase)
             except StepDropped:
                 run.loader.seek(position)
                 break
@@ -103,18 +98,6 @@ def eval_tokens(run: Run) -> int | None:
     return train.eval_tokens if train.eval_every and train.eval_tokens != "all" else None
 
 
-def evaluate(session: Session, max_tokens: int | None) -> Evaluation | None:
-    """Score the validation split, or its first `max_tokens`. None when there is no such text.
-
-    Raises: EvaluationDropped, as `score`.
-    """
-    progress = session.log.progress
-    for attempt in attempts(session):
-        with attempt:
-            found = score(session.run, max_tokens=max_tokens, drop=session.drop, progress=progress)
-    return found
-
-
 def log_evaluation(session: Session) -> Evaluation | None:
     """Evaluate, write the record, and save if the loss is the best so far.
 
@@ -126,7 +109,7 @@ def log_evaluation(session: Session) -> Evaluation | None:
             unaffected. EvaluationDropped, as `score`. DiskFull at the last step.
     """
     run, log = session.run, session.log
-    evaluation = evaluate(session, eval_tokens(run))
+    evaluation = score(run, max_tokens=eval_tokens(run), drop=session.drop, progress=log.progress)
     if evaluation is None:
         return None
     log.evaluation(evaluation)

@@ -30,7 +30,7 @@ from flatout.distributed.rendezvous import (
     stated_ranks,
 )
 from flatout.distributed.spinning import spin_less_beside_others
-from flatout.errors import ConfigError, FlatoutError, Stopped, signal_of
+from flatout.errors import ConfigError, FlatoutError, SmallerBatch, Stopped, signal_of
 from flatout.hardware.machine import CpuTimes, Machine, pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import writing_run
@@ -47,7 +47,7 @@ from flatout.training.evaluation import (
     warn_of_unscored,
 )
 from flatout.training.finish import finish
-from flatout.training.halving import attempts
+from flatout.training.halving import halving
 from flatout.training.init_from import load_initial
 from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
@@ -132,6 +132,12 @@ def run_training(
                 return train_plan(request, plan)
             except Rewound:  # it has prepared the run directory for an ordinary resume
                 request = replace(request, resume="auto")
+            except SmallerBatch as smaller:  # so has this
+                if ranks.world_size > 1:
+                    raise
+                progress.say(f"{smaller.what} Starting again.")
+                request = replace(request, resume="auto")
+                torch.compiler.reset()
             gc.collect()  # the model of the attempt that failed is in reference cycles
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -145,16 +151,15 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """
     known = forecast(request, plan)
     run = build_run(request, plan)
-    # a pass that failed under fully_shard cannot be repeated in the same process
-    may_repeat = run.mesh.world_size > 1 or run.mesh.device_mesh is None
-    run.rows_are_auto = plan.rows_are_auto and may_repeat
+    run.rows_are_auto = plan.rows_are_auto
     mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
     if request.device == "cpu" and mesh.world_size == 1:  # ranks would see each other's load
         spin_less_beside_others(progress, request.began)
     say = progress.say if mesh.is_main else None
     with ExitStack() as stack:
-        stack.callback(lambda: run.loader.close())  # a smaller micro-batch replaces the data loader
+        stack.callback(run.loader.close)
         stack.enter_context(explained(run))
+        stack.enter_context(halving(run))
         differences = restore(run, plan, progress)
         observers, uploader = [*request.observers], None
         if mesh.is_main:
@@ -190,9 +195,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
         try:
             run.loader.prime(run.last_step - run.step, progress=progress)
-            for attempt in attempts(session):
-                with attempt:
-                    warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
+            warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
             reserve(run, log)
             stop.waits_for = "the micro-batch or save in progress"
             fit(session)

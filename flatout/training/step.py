@@ -80,46 +80,39 @@ def train_step(
     `drop` is called before every micro-batch but the first. `phase` returns a context that
     times forward, backward or optimizer.
     Raises: StepDropped when it returns True. Gradients are cleared, and persistent buffers, which
-            forward passes may change, have their values from before the step again. So they do
-            after another error if the micro-batch may become smaller, unless `run.is_updating`.
+            forward passes may change, have their values from before the step again.
     """
     seed_step(run)
     may_drop = drop is not None and batch.num_micro_batches > 1
-    may_repeat = run.rows_are_auto and run.mesh.world_size == 1
-    keeps = run.guard.buffers if may_drop or may_repeat else ()
-    before = [(buffer, buffer.detach().clone()) for buffer in keeps]
+    before = [(each, each.detach().clone()) for each in run.guard.buffers] if may_drop else []
     loss_scale = run.scaler.scale if run.scaler else 1.0
     run.guard.begin()
-    try:
-        loss_sum = torch.zeros((), device=run.mesh.device)
-        num_valid = torch.zeros((), device=run.mesh.device)
-        for number, micro in enumerate(batch.micro_batches(), 1):
-            run.pulse.beat()
-            if number > 1 and drop is not None and drop(run, number):
-                raise StepDropped
-            with run.recipe.grad_sync(run.model, number == batch.num_micro_batches):
-                with phase("forward"), run.autocast():
-                    micro_loss, micro_valid = run.model(
-                        micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
-                    )
-                with phase("backward"):
-                    (micro_loss * (loss_scale / run.tokens_per_step)).backward()
-            loss_sum += micro_loss.detach()
-            num_valid += micro_valid
-            del micro_loss  # and its graph, before the next forward pass
-        with phase("optimizer"):
-            loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
-            grad_norm = correct_gradients(run, num_valid, loss_scale)
-            learning_rate = run.config.optim.lr * set_learning_rate(run)
-            loss = loss_sum / num_valid
-            overflowed = update(run, loss, grad_norm, num_valid)
-    except (RuntimeError, MemoryError, StepDropped):
-        if (may_drop or may_repeat) and not run.is_updating:
+    loss_sum = torch.zeros((), device=run.mesh.device)
+    num_valid = torch.zeros((), device=run.mesh.device)
+    for number, micro in enumerate(batch.micro_batches(), 1):
+        run.pulse.beat()
+        if number > 1 and drop is not None and drop(run, number):
             run.recipe.zero_grad(run.trained())
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
-        raise
+            raise StepDropped
+        with run.recipe.grad_sync(run.model, number == batch.num_micro_batches):
+            with phase("forward"), run.autocast():
+                micro_loss, micro_valid = run.model(
+                    micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
+                )
+            with phase("backward"):
+                (micro_loss * (loss_scale / run.tokens_per_step)).backward()
+        loss_sum += micro_loss.detach()
+        num_valid += micro_valid
+        del micro_loss  # and its graph, before the next forward pass
+    with phase("optimizer"):
+        loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
+        grad_norm = correct_gradients(run, num_valid, loss_scale)
+        learning_rate = run.config.optim.lr * set_learning_rate(run)
+        loss = loss_sum / num_valid
+        overflowed = update(run, loss, grad_norm, num_valid)
     run.recipe.zero_grad(run.trained())
     run.is_updating = False
     return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=overflowed)

@@ -1,4 +1,4 @@
-"""A run that runs out of memory continues from the same step with half the micro-batch."""
+"""A run that runs out of memory starts again from its last checkpoint with half the rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def device(monkeypatch):
 
 @pytest.mark.parametrize("since", [0, 3], ids=["at the start", "in the middle"])
 @pytest.mark.parametrize("speedups", ["auto,-compile", "micro-batch"], ids=["prefetch", "direct"])
-def test_the_step_is_repeated_with_rows_that_fit(
+def test_the_run_starts_again_with_rows_that_fit(
     since, speedups, tiny_config, tmp_path, device, records, events, losses
 ):
     config = tiny_config(**AUTO, speedups=speedups)
@@ -63,13 +63,12 @@ def test_the_step_is_repeated_with_rows_that_fit(
     found = [
         (e["step"], e["rows_before"], e["rows_per_device"]) for e in events(run, "smaller_batch")
     ]
-    assert found == [(since, 8, 4), (since, 4, 2)]
+    assert found == [(since, 8, 4), (2 * (since // 2), 4, 2)]
     stored = read_config(run).batch
     assert (stored.rows_per_device, stored.accumulate, stored.tokens_per_step) == (2, 4, 128)
 
 
-def test_the_state_before_the_failed_attempt_is_restored_bit_for_bit(tiny_config, tmp_path, device):
-    """With dropout, a generator that moved in the failed attempt would change every later loss."""
+def test_a_failed_attempt_leaves_nothing_behind(tiny_config, tmp_path, device):
     explicit = tiny_config(model__dropout=0.2, batch__rows_per_device=4)
     chosen = tiny_config(model__dropout=0.2, batch__rows_per_device="auto")
     device.most_rows = 4
@@ -110,7 +109,7 @@ def test_a_single_row_that_does_not_fit_is_an_error(tiny_config, tmp_path, devic
         run_training(tiny_config(**AUTO), tmp_path / "run")
 
 
-def test_a_half_updated_step_is_not_repeated(tiny_config, tmp_path, monkeypatch, events):
+def test_no_memory_for_the_update_is_an_error(tiny_config, tmp_path, monkeypatch, events):
     def full(self, *_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 

@@ -115,7 +115,7 @@ def test_a_run_that_ends_early_is_finished(patient, tmp_path, events):
 def test_the_whole_validation_split_is_scored_once_at_the_end(patient, tmp_path, monkeypatch):
     """The last evaluation is reused if it scored the whole split."""
     scored = []
-    monkeypatch.setattr(finish, "evaluate", lambda session, _: scored.append(session.run.step))
+    monkeypatch.setattr(finish, "score", lambda run, **_: scored.append(run.step))
     run_training(patient(), tmp_path / "run")
     assert scored == []
     run_training(patient(train__eval_tokens=64), tmp_path / "part")
@@ -177,7 +177,7 @@ def test_the_count_survives_a_stop(patient, tmp_path, stop_at):
 
 
 def test_a_kill_during_the_end_is_completed_by_the_next_start(patient, tmp_path, killed_in):
-    with killed_in(finish, "evaluate"):
+    with killed_in(finish, "score"):
         run_training(patient(train__eval_tokens=64), tmp_path / "run")
     summary = run_training(patient(train__eval_tokens=64), tmp_path / "run")
     assert (summary["steps"], summary["stopped_early"]) == (8, True)
