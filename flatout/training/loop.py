@@ -13,6 +13,7 @@ from flatout.training.metrics.log import require_finite
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
 from flatout.training.session import Session
 from flatout.training.signals import WorkInterrupted
+from flatout.training.soundness import require_sound
 from flatout.training.step import StepDropped, train_step
 
 
@@ -109,6 +110,7 @@ def log_evaluation(session: Session) -> Evaluation | None:
             unaffected. EvaluationDropped, as `score`. DiskFull at the last step.
     """
     run, log = session.run, session.log
+    require_sound(run, log)
     evaluation = score(run, max_tokens=eval_tokens(run), drop=session.drop, progress=log.progress)
     if evaluation is None:
         return None

@@ -16,8 +16,7 @@ import torch
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
 from flatout.display import amount
-from flatout.distributed.tensor import local
-from flatout.errors import DiskFull, RunFailed
+from flatout.errors import DiskFull
 from flatout.hardware.machine import fingerprint
 from flatout.storage.files import TOO_LARGE
 from flatout.storage.json_io import JsonObject
@@ -31,8 +30,9 @@ from flatout.training.checkpoint.catalog import (
 from flatout.training.checkpoint.host_copy import bytes_of
 from flatout.training.checkpoint.location import checkpoints_folder, existing
 from flatout.training.checkpoint.savers import tensors_to_save
-from flatout.training.metrics.log import LESS_STEEP, Log
+from flatout.training.metrics.log import Log
 from flatout.training.run_dir.data_location import data_facts, digest
+from flatout.training.soundness import require_sound
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
@@ -88,18 +88,10 @@ def reserve(run: Run, log: Log) -> None:
 def save(run: Run, log: Log) -> None:
     """Save the run's state and delete the checkpoints that the configuration does not keep.
 
-    Raises: RunFailed, before anything is written, when the last step was bad because the weights
-            are not finite.
+    Raises: RunFailed, before anything is written, as `require_sound`.
     """
     log.write_pending()  # so that a run killed after this save has every record up to its step
-    if log.bad_steps.in_a_row:
-        weights = (local(weight) for weight in run.trained())
-        broken = sum(not bool(torch.isfinite(weight.detach()).all()) for weight in weights)
-        if run.mesh.sum(torch.tensor(float(broken), device=run.mesh.device))[0]:
-            raise RunFailed(
-                f"Weights are not finite at step {run.step}: training has diverged.",
-                fix=LESS_STEEP,
-            )
+    require_sound(run, log)
     log.keep_clock()
     config = run.config.checkpoint
     with run.pulse.during("saving"):

@@ -1,0 +1,126 @@
+"""A wrong value that a device computes is named before it is saved, or spoils an evaluation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from warm import run_ranks
+
+from flatout.errors import RunFailed
+from flatout.training import loop
+from flatout.training.checkpoint import catalog
+from flatout.training.run import run_training
+
+pytestmark = pytest.mark.slow
+
+WEIGHT = "blocks.0.mlp.up.weight"
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Return a function that executes a fault after a step of a run in this process."""
+
+    def plant(step, fault):
+        plain = loop.train_step
+
+        def wrong(run, *arguments):
+            result = plain(run, *arguments)
+            if run.step + 1 == step:
+                with torch.no_grad():
+                    fault(run)
+            return result
+
+        monkeypatch.setattr(loop, "train_step", wrong)
+
+    return plant
+
+
+def weight(run):
+    return dict(run.core.named_parameters())[WEIGHT]
+
+
+def moment(run):
+    (state,) = (each.state[weight(run)] for each in run.optimizers if weight(run) in each.state)
+    return state["exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (lambda run: weight(run)[0, 0].fill_(torch.nan), WEIGHT),
+        (lambda run: weight(run)[0, 0].fill_(torch.inf), WEIGHT),
+        (lambda run: moment(run)[0, 0].fill_(torch.nan), f"{WEIGHT}/exp_avg"),
+        # a token that is never seen
+        (lambda run: run.core.token_embedding.weight[-1].fill_(torch.nan), "token_embedding"),
+    ],
+    ids=["weight", "infinite", "moment", "unseen token"],
+)
+def test_what_is_not_finite_is_not_saved(tiny_config, tmp_path, faulty, monkeypatch, fault, name):
+    config = tiny_config(checkpoint__every_steps=2, train__eval_every=0, speedups="none")
+    whole = run_training(config, tmp_path / "whole")
+    faulty(4, fault)
+    with pytest.raises(RunFailed, match=f"Not finite at step 4: .*{re.escape(name)}") as failed:
+        run_training(config, tmp_path / "run")
+    assert "continues from the last checkpoint" in failed.value.fix
+    assert catalog.steps(tmp_path / "run") == [2]
+    monkeypatch.undo()
+    again = run_training(config, tmp_path / "run")
+    assert again["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_weight_that_jumps_raises_an_alarm(tiny_config, tmp_path, faulty, events):
+    faulty(4, lambda run: weight(run)[0, 0].fill_(1e4))
+    config = tiny_config(checkpoint__every_steps=2, train__eval_every=0, speedups="none")
+    run_training(config, tmp_path / "run")
+    (alarm,) = events(tmp_path / "run", "alarm")
+    assert alarm["step"] == 4
+    assert re.search(r"grown from 0\.\d+ to 1e\+04, in blocks\.0\.mlp\.up", alarm["text"])
+
+
+FAULTS = {
+    "negated": "for p in run.core.parameters(): p.neg_()",
+    "zeroed norm": "run.core.final_norm.weight.zero_()",
+    "one weight": "run.core.blocks[0].mlp.up.weight[0, 0] = 4.6e37",
+    "one bit": "run.core.blocks[0].mlp.up.weight[0, 0] *= 1.0000001",
+    "moment": "next(iter(run.optimizers[0].state.values()))['exp_avg'].add_(1e-3)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_copy_that_differs_is_named_and_not_saved(tiny_config, tmp_path, fault):
+    config = tiny_config(train__devices=2, checkpoint__every_steps=2, speedups="none",
+                         train__eval_every=0, batch__rows_per_device=2)  # fmt: skip
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config.to_dict()))
+    script = Path(__file__).with_name("faulty_rank.py")
+    words = ["train", str(recipe), "--run-dir", str(tmp_path / "run")]
+    done = run_ranks([script, "0", "4", FAULTS[fault], *words])
+    assert done.returncode == 1, done.stderr
+    assert "Ranks have different copies of " in done.stderr
+    assert "at step 4: see rank 0" in done.stderr
+    assert catalog.steps(tmp_path / "run") == [2]
+    resumed = run_ranks(["-m", "flatout", *words])
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_of_four_copies_the_odd_one_is_named(tiny_config, tmp_path):
+    config = tiny_config(
+        parallel__shard=2, train__devices=4, checkpoint__every_steps=2, batch__rows_per_device=1,
+        train__eval_every=0, speedups="none",
+    )  # fmt: skip
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config.to_dict()))
+    script = Path(__file__).with_name("faulty_rank.py")
+    fault = "run.core.blocks[0].mlp.up.weight.to_local().neg_()"
+    words = ["train", str(recipe), "--run-dir", str(tmp_path / "run")]
+    done = run_ranks([script, "3", "4", fault, *words], 4)
+    assert done.returncode == 1, done.stderr
+    assert f"Ranks have different copies of {WEIGHT} at step 4" in done.stderr
+    named = re.search(r"see (.*?)\. Nothing", done.stderr)[1]
+    assert "rank 3" in named
+    assert "rank 0" not in named
+    assert "rank 2" not in named
