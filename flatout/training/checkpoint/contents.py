@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from flatout.errors import CheckpointError
@@ -43,6 +44,17 @@ STORED_DTYPES = {
     "float8_e5m2": "F8_E5M2",
 }
 """Names of dtypes in an index, which are torch's, and in a safetensors file."""
+INFINITY = {
+    "F64": (np.uint64, 0xFFE0_0000_0000_0000),
+    "F32": (np.uint32, 0xFF00_0000),
+    "F16": (np.uint16, 0xF800),
+    "BF16": (np.uint16, 0xFF00),
+}
+"""Integers of a dtype's size, and infinity as such a one, shifted left so that the sign is gone. What
+is larger is not a number.
+"""
+CHUNK = 1 << 22
+"""Values that are looked at together."""
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -66,11 +78,13 @@ def content_problems(checkpoint: Path) -> list[str]:
     """Return what is wrong with the content of a checkpoint whose files match its manifest.
 
     Tensors that the files lack or have with a different dtype or shape, slices that do not cover
-    their tensor, a state of a different step, and a missing base of LoRA adapters.
+    their tensor, values that are not numbers, a state of a different step, and a missing base of
+    LoRA adapters.
     """
     try:
         index = read_index(checkpoint)
         problems = [*_tensor_problems(checkpoint, index), *_state_problems(checkpoint)]
+        problems = problems or [*_value_problems(checkpoint, index)]
         if index.base:
             find_base(checkpoint, index.base)
     except CheckpointError as error:
@@ -109,6 +123,21 @@ def _tensor_problems(checkpoint: Path, index: Index) -> Iterator[str]:
             )
             if covered != math.prod(entry.shape) or not all(within):
                 yield f"{checkpoint / catalog.INDEX}: the slices of {name} do not cover it."
+
+
+def _value_problems(checkpoint: Path, index: Index) -> Iterator[str]:
+    for file in sorted({piece.file for entry in index.tensors.values() for piece in entry.slices}):
+        content = np.memmap(checkpoint / file, np.uint8, "r")
+        begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        for name, stated in json.loads(content[8:begin].tobytes()).items():
+            if stated.get("dtype") not in INFINITY:
+                continue
+            words, infinity = INFINITY[stated["dtype"]]
+            start, end = stated["data_offsets"]
+            values = content[begin + start : begin + end].view(words)
+            chunks = (values[at : at + CHUNK] for at in range(0, len(values), CHUNK))
+            if any((chunk << 1 > words(infinity)).any() for chunk in chunks):
+                yield f"{checkpoint / file}: {name} has values that are not numbers (NaN)."
 
 
 def _state_problems(checkpoint: Path) -> Iterator[str]:

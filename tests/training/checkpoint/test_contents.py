@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import fake_checkpoint
+from safetensors.torch import load_file, save_file
 
 from flatout.errors import CheckpointError
 from flatout.storage.files import sha256
@@ -30,10 +32,16 @@ def checkpoint(fox_run, tmp_path):
 
 def rewrite(checkpoint, name, change):
     """Change a JSON file of a checkpoint, and state its new digest in the manifest."""
-    path, manifest = checkpoint / name, checkpoint / catalog.MANIFEST
+    path = checkpoint / name
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
+    restate(checkpoint, name)
+
+
+def restate(checkpoint, name):
+    """State the digest of a file that was changed in the manifest."""
+    path, manifest = checkpoint / name, checkpoint / catalog.MANIFEST
     listed = json.loads(manifest.read_text())
     listed["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest.write_text(json.dumps(listed))
@@ -91,6 +99,25 @@ def outside(index):
 def test_an_index_that_does_not_fit_the_files_is_a_problem(checkpoint, change, problem):
     rewrite(checkpoint, catalog.INDEX, change)
     assert problem in content_problems(checkpoint)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_value_that_is_not_a_number_is_a_problem(checkpoint, dtype):
+    tensors = load_file(path := checkpoint / "model-00000.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    index = json.loads((checkpoint / catalog.INDEX).read_text())
+    index["tensors"][f"model/{name}" if f"model/{name}" in index["tensors"] else name]["dtype"] = (
+        str(dtype).removeprefix("torch.")
+    )
+    for value, problems in ((-torch.inf, 0), (torch.nan, 1), (-torch.nan, 1)):
+        tensors[name] = tensors[name].to(dtype)
+        tensors[name][-1, -1] = value
+        save_file(tensors, path)
+        rewrite(checkpoint, catalog.INDEX, lambda old: old.update(index))
+        restate(checkpoint, path.name)
+        found = problems_of(checkpoint)
+        assert len(found) == problems, found
+        assert all(f"{name} has values that are not numbers" in one for one in found)
 
 
 @pytest.mark.parametrize(
