@@ -50,8 +50,8 @@ INFINITY = {
     "F16": (np.uint16, 0xF800),
     "BF16": (np.uint16, 0xFF00),
 }
-"""Integers of a dtype's size, and infinity as such a one, shifted left so that the sign is gone. What
-is larger is not a number.
+"""Integers of a dtype's size, and infinity as such a one, shifted left so that the sign is gone. Larger
+ones are not numbers.
 """
 CHUNK = 1 << 22
 """Values that are looked at together."""
