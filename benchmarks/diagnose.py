@@ -57,7 +57,7 @@ data: {path: data, seq_len: 64}
 batch: {tokens_per_step: 4096}
 train: {steps: 3000}
 checkpoint: {every_minutes: 10}
-speedups: auto,-compile
+speedups: auto
 """
 SLOW_SOURCE = """\
 import time
@@ -202,7 +202,7 @@ def planted(
         return [], {"PYTHONPATH": os.pathsep.join(paths)}
     if fault == "recipe: slow save":
         every = (f"checkpoint.every_steps={(4, 2, 1)[number]}", "checkpoint.every_minutes=null")
-        return [*every, "speedups=auto,-compile,-async-checkpoints"], {}
+        return [*every, "speedups=auto,-async-checkpoints"], {}
     if fault == "recipe: needless evaluation":
         tokens = int(TOKENS_PER_STEP * (1.5, 3, 6)[number])
         return ["train.eval_every=1", f"train.eval_tokens={tokens}"], {}
@@ -211,7 +211,7 @@ def planted(
     if fault == "recipe: few rows":
         return [f"batch.rows_per_device={(4, 2, 1)[number]}"], {}
     if fault == "recipe: needless checkpointing":
-        return ["speedups=auto,-compile,+checkpointing", f"model.num_layers={4 * strength}"], {}
+        return ["speedups=auto,+checkpointing", f"model.num_layers={4 * strength}"], {}
     if fault == "recipe: no speedups":
         return ["speedups=none", f"batch.tokens_per_step={TOKENS_PER_STEP * strength}"], {}
     return [], {}

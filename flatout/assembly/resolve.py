@@ -221,7 +221,8 @@ def micro_batch_plan(
             raise ConfigError(
                 "The memory of a micro-batch cannot be predicted, so that its rows cannot be "
                 f"chosen: {type(error).__name__}: {error}",
-                fix=f"Set batch.rows_per_device to a number, such as {rows}.",
+                fix="If that is an error of the model, repair it. If the model needs values, set "
+                f"batch.rows_per_device to a number, such as {rows}.",
             ) from error
 
     def most() -> int:

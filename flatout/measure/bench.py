@@ -9,7 +9,6 @@ values of a setting. All of them race in rounds. No torch.
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -251,19 +250,12 @@ def notes(race: Race, found: Bench) -> list[str]:
     lines = [f"{r.name}: {r.reason}" for r in rows if r.status not in ("ok", "not-measured")]
     lines += [f"{r.name}: losses {r.words()}." for r in rows if r.within_tolerance is False]
     if late := [row.name for row in rows if row.status == "not-measured"]:
-        lines.append(f"{race.stopped_by.capitalize()} before {shortened(late)} had a turn.")
-        if found.complete:
-            leave_out = ", or remove some: speedups=auto,-NAME" * (found.kind == "ablation")
-            lines.append(f"Add --minutes{leave_out}.")
-    timed = [one.result for one in race.done if one.result.is_ok]
-    steps = statistics.median(len(result.measured_s) for result in timed)
-    before = statistics.median(result.warmup_steps for result in timed)
-    unsteady = sum(not result.settled for result in timed)
-    lines.append(
-        f"A trial measures {steps:.0f} steps after {before:.0f} of warm-up (medians)"
-        + f"; in {unsteady} of {len(timed)} the step time was not yet steady" * bool(unsteady)
-        + "."
-    )
+        lines.append(
+            f"{race.stopped_by.capitalize()} before {shortened(late)} had a turn."
+            f"{' Add --minutes.' * found.complete}"
+        )
+    if unsteady := sum(one.result.is_ok and not one.result.settled for one in race.done):
+        lines.append(f"In {counted(unsteady, 'trial')} the step time was not yet steady.")
     torch, threads = (found.environment.get(name) for name in ("torch", "threads"))
     rounds = f"{counted(found.repeats, 'interleaved round')}, each trial in its own process"
     facts = [found.machine, f"torch {torch}, {threads} threads", rounds, f"commit {found.commit}",

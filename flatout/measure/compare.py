@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import tarfile
 import time
@@ -22,7 +21,7 @@ from flatout.measure.output import git
 from flatout.measure.race import Figure, LossCheck, Race
 from flatout.measure.results import Measurement, facts_of
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.trial import Result, try_command
+from flatout.measure.trial import Result, program_in, try_command
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 
@@ -129,6 +128,8 @@ def compare_commands(
             fix="Name two commands, or a revision: flatout compare --against main -- "
             f"{' '.join(map(in_shell, command))}",
         )
+    for side in (one, two):
+        program_in(side.command)
     source = here if against is None else repository_of(here, against)
     if against is not None and git(here, "status", "--porcelain", "--untracked-files=no"):
         notes.append("The directory has uncommitted changes. b runs with them, a without.")
@@ -223,24 +224,14 @@ def repository_of(folder: Path, revision: str) -> Path:
             f"There is no revision {revision!r} in {top}.",
             fix="`git log --oneline` shows revisions, `git branch` names.",
         )
-    hook, own = Path(request.__file__), Path(top) / HOOK
-    theirs = git(folder, "show", f"{revision}:{HOOK}")
-    if own.is_file() and (theirs is None or code_of(theirs) != code_of(hook.read_text("utf-8"))):
+    ours = Path(request.__file__).read_text("utf-8").strip()
+    if (Path(top) / HOOK).is_file() and git(folder, "show", f"{revision}:{HOOK}") != ours:
         raise ConfigError(
             f"Revision {revision} of flatout cannot be measured by this one: its {HOOK}, by which "
             "both must exchange requests, differs.",
             fix=f"Name a later revision: git log -- {HOOK}",
         )
     return Path(top)
-
-
-def code_of(text: str) -> str:
-    """Return Python code without its docstrings, to compare it."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef):
-            node.body = [one for one in node.body if not isinstance(one, ast.Expr)]
-    return ast.dump(tree)
 
 
 def check_out(copy: Scratch, revision: str) -> None:

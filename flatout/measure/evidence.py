@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
 from flatout.config.schema import RunConfig
+from flatout.display import Show
 from flatout.hardware.machine import Machine
 from flatout.storage.files import Stored
 
@@ -83,23 +84,28 @@ class CallSite(Stored):
     caller: CallSite | None = None
     """The line that calls its function in each step. None where it was not looked for."""
 
+    @property
+    def place(self) -> str:
+        """The file and the line."""
+        return f"{self.file}:{self.line}"
+
     def describe(self) -> str:
         """Return `file:line: text`, and the line that calls it if that is known."""
         called = f" (called at {self.caller.describe()})" if self.caller else ""
-        return f"{self.file}:{self.line}" + (f": {self.text}" if self.text else "") + called
+        return self.place + (f": {self.text}" if self.text else "") + called
 
 
 class KernelRow(Stored):
     """The operations of one class in an average step."""
 
-    kind: str
+    kind: Annotated[str, Show("class")]
     """The class: matmul, attention, normalisation, elementwise, reduction, copy, optimizer,
     communication, scan, decomposition, loss or other."""
-    seconds: float
+    seconds: Annotated[float, Show("ms", lambda seconds: f"{1e3 * seconds:.3g}")]
     """Their own time."""
-    share: float
+    share: Annotated[float, Show("share", ".0%")]
     """Share of the time of all classes."""
-    calls: float
+    calls: Annotated[float, Show("calls", ",.0f")]
     """How many there are. On a CPU without those that one of the same class calls."""
     slowest: str
     """The name that takes the most time."""
@@ -339,8 +345,6 @@ class Evidence(Stored):
     """Rate of matmuls that counts as 100%."""
     peak_source: Text = None
     """Where that comes from: a data sheet or a measurement here."""
-    achieved_tflops: Number = None
-    """Model FLOPs per second that the steps achieve."""
     mfu: Number = None
     """Their ratio. None when the peak is unknown or was measured on a busy machine."""
     tokens_per_s: Number = None
@@ -394,6 +398,10 @@ class Evidence(Stored):
         at_failure = self.failure and self.failure.site
         known = {**self.sites, "failure": (at_failure,) if at_failure else ()}
         return next((line for kind in kinds.split() for line in known.get(kind, ())), None)
+
+    def at(self, kind: str) -> str | None:
+        """Return the place of the costliest line of a kind."""
+        return line.place if (line := self.site(kind)) else None
 
     def failed(self, *kinds: str) -> Failure | None:
         """Return how the run failed, if it is one of these kinds."""

@@ -65,8 +65,6 @@ class ResumeProof(Stored):
     """What was compared: files of tensors, values of the state, and recorded values."""
     first_step: int | None
     """The first step after which something differs."""
-    first_file: str | None
-    """The first file that differs."""
     differences: list[str]
     """One sentence each, the first ones."""
 
@@ -209,7 +207,6 @@ def compare_runs(whole: Path, parts: Path) -> dict[str, Any]:
         "values": len(one),
         "bytes": sum(file.bytes for each in manifests for file in each.files.values()),
         "first_step": lines[0][0] if lines else None,
-        "first_file": lines[0][1].partition(" ")[0].rstrip(":") if lines else None,
         "differences": [f"Step {step}, {text}." for step, text in lines[:MOST_SHOWN]]
         + [f"... and {more:,} more."] * (more > 0),
     }

@@ -159,6 +159,22 @@ class Result(Stored):
         return sum(other.step_s[at] for at in same) / sum(self.step_s[at] for at in same)
 
 
+def program_in(command: Sequence[str]) -> list[str]:
+    """Return the words of a command that starts a program, Python for a script alone.
+
+    Raises: ConfigError when there is no such program.
+    """
+    words = [*command]
+    if words[0].endswith(".py"):
+        words.insert(0, sys.executable)
+    if shutil.which(words[0]) is None:
+        fix = "Write the command as in a terminal: flatout diagnose -- python train.py."
+        if {*"|&;><$*"} & {*(line := " ".join(command))}:
+            fix = f"A pipeline needs a shell: -- sh -c {in_shell(line)}."
+        raise ConfigError(f"There is no command {words[0]!r}.", fix=fix)
+    return words
+
+
 def run_command(
     command: Sequence[str],
     request: Request,
@@ -180,15 +196,7 @@ def run_command(
 
     Raises: ConfigError when the command does not exist.
     """
-    start_s, words = time.monotonic(), [*command]
-    if words[0].endswith(".py"):
-        words.insert(0, sys.executable)
-    if shutil.which(words[0]) is None:
-        raise ConfigError(
-            f"There is no command {words[0]!r}.",
-            fix="Write the command as in a terminal: flatout diagnose -- python train.py. A "
-            f"pipeline needs a shell: -- sh -c {in_shell(' '.join(words))}.",
-        )
+    start_s, words = time.monotonic(), program_in(command)
     with tempfile.TemporaryDirectory(prefix="flatout-") as name, tempfile.TemporaryFile() as kept:
         own = Path(name)
         shutil.copyfile(HOOK, own / "sitecustomize.py")

@@ -17,10 +17,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 import torch
 
+from flatout.config.signature import Option, checked
 from flatout.errors import ConfigError
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import LOG
@@ -29,14 +30,17 @@ from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import PHASES, Evidence
 
 Batch = TypeVar("Batch")
+LATEST = list["Watch"]()
+"""The watch whose hooks are in torch."""
 
 
+@checked
 def watch(
     *,
-    model: torch.nn.Module | None = None,
-    steps: int | None = None,
-    tokens_per_step: int | None = None,
-    recorded_steps: int = 2,
+    model: Annotated[torch.nn.Module | None, Option("The model that is trained.")] = None,
+    steps: Annotated[int | None, Option("Planned length of the loop.", min=1)] = None,
+    tokens_per_step: Annotated[int | None, Option("Tokens of a step.", min=1)] = None,
+    recorded_steps: Annotated[int, Option("Steps under torch.profiler.", min=0)] = 2,
 ) -> Watch:
     """Return a watch over a PyTorch training loop, which shows at the end where its time goes.
 
@@ -44,17 +48,13 @@ def watch(
     length of the loop, against which fixes are weighed, and `tokens_per_step` what a step trains
     on, in all processes. `recorded_steps` run once under torch.profiler. 0 turns that off.
 
-    Of several processes, only rank 0 measures and prints.
-    Raises: ConfigError for an argument out of range.
+    Of several processes, only rank 0 measures and prints. A new watch ends the one before it.
+    Raises: ConfigError for an argument that cannot be.
     """
-    counts = {"steps": steps, "tokens_per_step": tokens_per_step}
-    for name, count in (counts | {"recorded_steps": recorded_steps}).items():
-        least = int(name != "recorded_steps")
-        if count is not None and not (isinstance(count, int) and count >= least):
-            raise ConfigError(
-                f"{name}={count!r} must be a whole number from {least}.", fix=f"Correct {name}."
-            )
-    return Watch(model, steps, tokens_per_step, recorded_steps)
+    for one in LATEST:
+        one.finish()
+    LATEST[:] = [Watch(model, steps, tokens_per_step, recorded_steps)]
+    return LATEST[0]
 
 
 class Watched(Generic[Batch]):

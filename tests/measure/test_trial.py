@@ -13,6 +13,7 @@ import pytest
 from flatout.errors import ConfigError
 from flatout.measure import resolving
 from flatout.measure.attach.request import Answer, Request, Timing
+from flatout.measure.compare import compare_commands
 from flatout.measure.resolving import adding_one, choose, resolve_apart, resolve_here, with_needs
 from flatout.measure.trial import Ran, result_of, run_command, try_command, try_recipe
 
@@ -136,8 +137,14 @@ def wait_for_end_of(pid):
 
 
 def test_a_command_that_does_not_exist_is_an_error():
-    with pytest.raises(ConfigError, match="There is no command 'pyhton'"):
+    with pytest.raises(ConfigError, match="There is no command 'pyhton'") as refused:
         run_command(["pyhton", "train.py"], Request())
+    assert "sh -c" not in refused.value.fix
+    with pytest.raises(ConfigError, match="There is no command") as refused:
+        run_command(["pyhton train.py | tee log"], Request())
+    assert "-- sh -c 'pyhton train.py | tee log'." in refused.value.fix
+    with pytest.raises(ConfigError, match="There is no command ''"):
+        compare_commands(["python", "train.py"], [""])
 
 
 def test_a_recipe_is_a_command(tiny_config, tmp_path):

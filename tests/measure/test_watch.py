@@ -268,6 +268,19 @@ def test_what_cannot_be_answered_is_an_error(watch):
     train(watch, 4)
     assert watch.evidence().step_s is None
     assert "too few" in watch.evidence().notes[-1]
+    with pytest.raises(ConfigError, match="model='x' must be a Module or None"):
+        flatout.watch(model="x")
+    with pytest.raises(ConfigError, match="steps=0 must be a whole number from 1 or None"):
+        flatout.watch(steps=0)
+
+
+def test_a_new_watch_ends_the_one_before(watch):
+    train(watch, 4)
+    other = flatout.watch()
+    train(other, 4)
+    assert (watch.steps, other.steps) == (4, 4)
+    other.finish()
+    assert (torch.save, gc.collect, torch.Tensor.item, torch.cuda.empty_cache) == PLAIN
 
 
 def test_other_ranks_neither_measure_nor_speak(monkeypatch, capsys):

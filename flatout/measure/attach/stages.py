@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -57,8 +57,6 @@ MAX_TRACED_S = 5.0
 """Longer steps are not recorded: their operations would fill the memory."""
 TURNS, TURN_S = 3, 0.3
 """Turns of steps with a fixed batch and ordinary ones, and the least seconds of each."""
-MOST_COMPILATIONS = 20
-"""Compilations in ordinary steps that are kept: the last ones."""
 PERIODIC = ("checkpoint", "evaluation")
 """Phases that are not part of every step, and are averaged over all of them."""
 
@@ -116,7 +114,7 @@ class Stages:
         """Steps with marked calls, recorded operations or replaced parts."""
         self.between = Totals()
         """Phases after the last batch of an epoch and before the next step, by epoch."""
-        self.compilations: list[Compilations] = []
+        self.compilations = deque[Compilations](maxlen=20)
         """The last compilations in ordinary steps."""
         self.graphs, self.compile_s = 0, 0.0
         """Graphs compiled in ordinary steps, and the seconds that it took."""
@@ -297,7 +295,6 @@ class Stages:
                     self.compile_s += found.compile_s
                     self.graphs += found.graphs
                     self.compilations.append(found)
-                    del self.compilations[:-MOST_COMPILATIONS]
             ended_s = time.perf_counter()
             self._wait()
             self.ordinary.seconds += time.perf_counter() - ended_s

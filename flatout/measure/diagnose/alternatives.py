@@ -13,7 +13,7 @@ from typing import Any
 from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import adding, parse_request, removing, select
 from flatout.config.schema import RunConfig, parse_overrides
-from flatout.hardware.machine import GIB, Machine
+from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.request import Timing
 from flatout.measure.evidence import Evidence
 from flatout.progress import Progress
@@ -27,24 +27,23 @@ LIMIT_S = 150.0
 
 
 def with_alternatives(
-    evidence: Evidence, speedups: Any, seconds: float, progress: Progress
+    evidence: Evidence, asked: RunConfig, seconds: float, progress: Progress
 ) -> Evidence:
     """Return the evidence of a measured recipe with the step time of what `auto` would choose.
 
-    It applies on a CPU, where the recipe does not leave that to `auto`. Of two trials each, the
-    slower one with other settings counts against the faster one of the recipe, so that their gain
-    is rather too small. All of them take at most four times the measured seconds.
+    `asked` is the recipe before it was resolved. It applies on a CPU, where the recipe does not
+    leave that to `auto`. Of two trials each, the slower one with other settings counts against the
+    faster one of the recipe, so that their gain is rather too small. All of them take at most four
+    times the measured seconds.
     """
     config, step_s = evidence.config, evidence.step_s
-    if evidence.device != "cpu" or not step_s or config is None or evidence.machine is None:
+    if evidence.device != "cpu" or not step_s or config is None:
         return evidence
-    words = alternative(config, evidence, evidence.machine, speedups)
+    config = config.with_values({"train.precision": asked.train.precision})
+    words = alternative(config, evidence, asked.speedups)
     name = " ".join(words)
-    if not words:
+    if not words or 2 * step_s > seconds:  # a trial would be too short
         return evidence
-    if 2 * step_s > seconds:
-        note = f"To measure {name}, use --seconds {3 * step_s:.0f}."
-        return evidence.model_copy(update={"notes": (*evidence.notes, note)})
     from flatout.measure.trial import try_recipe
 
     part_s, rates = seconds / 2, []  # half of each trial is its warm-up
@@ -63,9 +62,7 @@ def with_alternatives(
     return evidence.model_copy(update={"counterfactual_s": {**evidence.counterfactual_s, **found}})
 
 
-def alternative(
-    config: RunConfig, evidence: Evidence, machine: Machine, requested: Any
-) -> list[str]:
+def alternative(config: RunConfig, evidence: Evidence, requested: Any) -> list[str]:
     """Return the settings that `auto` would choose and the recipe has not: rows, speedups.
 
     [] where there are none, or they may not fit.
@@ -76,7 +73,7 @@ def alternative(
     rows, number = int(config.batch.rows_per_device), config.batch.accumulate or 1
     enough = min(ENOUGH_TOKENS // config.data.seq_len, evidence.rows_that_fit or 0)
     more, words = next(divisors(rows * number, enough), rows), list[str]()
-    decisions = select(config.with_values({"speedups": "auto"}), machine)
+    decisions = select(config.with_values({"speedups": "auto"}), evidence.machine or probe())
     auto = [one.name for one in decisions if one.on]
     if more >= 2 * rows:
         words += [f"batch.rows_per_device={more}", f"batch.accumulate={rows * number // more}"]

@@ -6,8 +6,10 @@ the recipe is a command like any other, `flatout train`, which is measured as a 
 
 from __future__ import annotations
 
+import shutil
 import signal
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,9 @@ def diagnose_recipe(
     root = Path(config.checkpoint.dir or "runs")
     while not root.is_dir():
         root = root.parent
+    for old in root.glob(".diagnose-*"):  # of a process that was killed an hour ago
+        if time.time() - old.stat().st_mtime > 3600:
+            shutil.rmtree(old, ignore_errors=True)
     # on the disk of the run's checkpoints
     with tempfile.TemporaryDirectory(prefix=".diagnose-", dir=root) as folder:
         found, stated = apart(config, prepared, config, Path(folder), cache)
@@ -66,7 +71,7 @@ def diagnose_recipe(
             request = Request(seconds=seconds, is_trial=True, limit_s=limit_s)
             ran = run_recipe(stated, Path(folder) / "run", request, limit_s + GRACE_S)
             found = measured(found, ran, Path(folder) / "run", limit_s)
-        return with_alternatives(found, config.speedups, seconds, progress)
+        return with_alternatives(found, config, seconds, progress)
 
 
 def prepared(
@@ -112,7 +117,7 @@ def measured(before: Evidence, ran: Ran, folder: Path, limit_s: float) -> Eviden
     for name, field in Evidence.model_fields.items():
         if name not in KNOWN and getattr(found, name) != field.default:
             known[name] = getattr(found, name)
-    step_s, tokens, mfu = found.step_s, before.tokens_per_step or 0, known.get("mfu")
+    step_s, tokens = found.step_s, before.tokens_per_step or 0
     save_s, score_s = answer.once.get("save"), answer.once.get("score")
     if save_s is not None:
         minutes = config.checkpoint.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
@@ -130,7 +135,6 @@ def measured(before: Evidence, ran: Ran, folder: Path, limit_s: float) -> Eviden
         "checkpoint_s": save_s,
         "evaluation_s": score_s,
         "tokens_per_s": tokens / step_s,
-        "achieved_tflops": mfu and mfu * known["peak_tflops"],
         "notes": (*before.notes, *found.notes),
     }
     extra_s = (save_s or 0.0) + (score_s or 0.0)

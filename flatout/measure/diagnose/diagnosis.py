@@ -19,8 +19,6 @@ from flatout.storage.json_io import Result
 FORMAT_VERSION = 3
 FILE = "findings.json"
 """Its name in a run directory."""
-BUSY = "busy-machine"
-"""The rule that looks for other processes on the cores of a run."""
 CLEAR = 0.1
 """Share of a script's step from which a line is at fault, however busy the machine is."""
 ORDER = ("fails", "spoils", "slows", "warns")
@@ -37,7 +35,7 @@ WORK = frozenset({"compute", "memory_bound", "optimizer"})
 """
 SHOWN = 0.005
 """Phases below this share of the step are omitted from the text."""
-ROOFLINE = ("peak_tflops", "peak_source", "achieved_tflops", "mfu", "tokens_per_s")
+ROOFLINE = ("peak_tflops", "peak_source", "mfu", "tokens_per_s")
 """The facts about the distance to what the device can do."""
 
 
@@ -74,8 +72,6 @@ class Diagnosis(Result):
     """Share of an average step by phase. Only measured phases."""
     roofline: Mapping[str, float | str | None]
     """The distance to what the device can do."""
-    counterfactual_s: Mapping[str, float]
-    """Seconds of an average step with one thing replaced."""
     findings: tuple[Finding, ...]
     """The worst first."""
     about: tuple[tuple[str, str], ...] = ()
@@ -117,15 +113,15 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     every = {one: finding for one in rules() if (finding := one.look(evidence)) is not None}
     names = {one.name for one in every}
 
-    def rank(one: Finding) -> tuple[int, bool, bool, float]:
-        """Return a sort key.
+    def rank(one: Finding) -> tuple[int, bool, float]:
+        """Return a sort key: lines of a script come first, which no busy machine explains.
 
-        A busy machine comes before what it slows down, but not before a line. A cause whose time is
-        unknown, such as a variable that is set, comes before those that were measured beside it.
+        A cause whose time is unknown, such as a variable that is set, comes before those that were
+        measured beside it.
         """
         share = 1.0 if one.share is None else one.share
         is_line = evidence.source == "script" and one.site is not None and share >= CLEAR
-        return ORDER.index(one.harm), not is_line, one.name != BUSY, -share
+        return ORDER.index(one.harm), not is_line, -share
 
     kept = (finding for one, finding in every.items() if not names & {*one.unless.split()})
     findings = tuple(sorted(kept, key=rank))
@@ -136,7 +132,6 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
         step_s=evidence.step_s,
         shares=evidence.phase_shares(),
         roofline={name: getattr(evidence, name) for name in ROOFLINE},
-        counterfactual_s=evidence.counterfactual_s,
         findings=findings,
         about=(*evidence.machine_lines, *_about(evidence)),
         notes=evidence.notes,

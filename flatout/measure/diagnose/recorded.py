@@ -71,6 +71,8 @@ def recorded_evidence(folder: Path) -> Evidence:
         found["epochs"] = steps[-1].get("train/epoch", 0.0) * planned / at
         if not log.summary:
             found["remaining_s"] = max(planned - at, 0) * found["step_s"]
+    if found.get("steps", 10) < 10:
+        log.notes.append("The run has taken few steps, and the first ones are slower than others.")
     return Evidence(
         source="recorded run",
         config=config,

@@ -151,11 +151,10 @@ def long_enough(config: RunConfig, steps: int, skip: int | None) -> RunConfig:
         return config
     if skip is None:
         return config.with_values({"train.steps": last})
-    which = f"Step {last} does" if steps == 1 else f"Steps {skip + 1} to {last} do"
     most = planned - steps
     choice = f"Use --skip {most} or less" if most >= 1 else "Remove --skip"
     raise ConfigError(
-        f"{which} not exist: the run has {planned} step{'s' * (planned != 1)}.",
+        f"Steps {skip + 1} to {last} do not exist: the run has {counted(planned, 'step')}.",
         fix=f"{choice}, or set train.steps={last}.",
     )
 

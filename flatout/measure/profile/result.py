@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from flatout.display import Column, Display, Show, Table, displayed, milliseconds
+from flatout.display import Display, Show, displayed, milliseconds, table_of
 from flatout.measure.evidence import KernelRow
 from flatout.storage.json_io import Result
 
@@ -91,10 +91,5 @@ class Profile(Result):
         names = filter(None, (self.trace, self.snapshot, "profile.json", "profile.txt"))
         files = f"{self.path}/  {', '.join(Path(name).name for name in names)}"
         hint = ["Open the trace at https://ui.perfetto.dev"] if self.trace else []
-        columns = Column("class"), *(Column(label, "right") for label in ("ms", "share", "calls"))
-        rows = [
-            (row.kind, f"{1e3 * row.seconds:.3g}", f"{row.share:.0%}", f"{row.calls:,.0f}")
-            for row in self.table or ()
-        ]
-        tables = [Table(columns, rows, "Kernels of a step")] if rows else []
+        tables = [table_of(self.table, "Kernels of a step")] if self.table else []
         return replace(shown, tables=tables, notes=[*self.notes, files, *hint])

@@ -158,11 +158,8 @@ def grouped(events: Sequence[JsonObject]) -> Iterator[JsonObject]:
         if kind != "speedup" or not rest:
             yield from members
             continue
-        names = {
-            word: [str(one.get("name")) for one in members if bool(one.get("on")) == is_on]
-            for word, is_on in (("on", True), ("off", False))
-        }
-        yield {name: value for name, value in first.items() if name in HIDDEN} | names
+        on = {"on": [str(one.get("name")) for one in members if one.get("on")]}
+        yield {name: value for name, value in first.items() if name in HIDDEN} | on
 
 
 def cut(text: str) -> str:

@@ -89,7 +89,8 @@ Way: TypeAlias = Remedy | Callable[[Evidence, float], Remedy]
 Found: TypeAlias = tuple[Loss, str, tuple[Way, ...]]
 """A loss, a verdict and ways to mend it, of which the first one that applies is the fix.
 
-Texts may have the words {e}, the evidence, {share}, {site}, and of a fix {set}, its settings.
+Texts may have the words {e}, the evidence, {share}, {site}, its place {line}, and of a fix {set},
+its settings.
 """
 
 
@@ -122,6 +123,7 @@ class Rule:
             "e": evidence,
             "share": share,
             "site": site.describe() if site else "lines of other packages",
+            "line": site and site.place,
             "set": shown(settings),
         }
         return Finding(

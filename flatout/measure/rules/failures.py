@@ -39,8 +39,7 @@ def failure(evidence: Evidence) -> Found | None:
     says = "The run fails at step {e.failure.step}: {e.failure.message}"
     if ended.kind != "error" or not ended.step:
         says = "{e.failure.message}"
-    advice = "{e.failure.fix}" if ended.fix else "Look at the line, and at the output of the run."
-    return "fails", says, (advice,)
+    return "fails", says, (ended.fix and "{e.failure.fix}", "Look at the output of the run.")
 
 
 @rule()
@@ -106,14 +105,16 @@ def _rise(values: Sequence[float], noise: float) -> str:
 
 def calmer(evidence: Evidence, _: float) -> Remedy:
     """Return the settings with which training is more stable."""
-    config = evidence.config
+    config, losses = evidence.config, evidence.losses or ()
+    if losses and losses[0][0] <= 1 and not math.isfinite(losses[0][1]):
+        return "Look for what is not a number in the data or the model: no update had been made."
     if config is None:
         return "Lower the learning rate, lengthen its warm-up, and clip the gradient's norm at 1."
+    if config.train.precision == "fp16":  # bf16 has the range of fp32
+        return "Train with {set}.", {"train.precision": "bf16"}
     settings: dict[str, object] = {
         "optim.lr": float(f"{config.optim.lr / 3:.2g}"),
         "optim.clip": config.optim.clip or 1.0,
         "schedule.warmup": config.schedule.warmup or 0.02,
     }
-    if config.train.precision == "fp16":
-        settings["train.precision"] = "bf16"  # has the range of fp32
     return "Train with {set}.", settings

@@ -35,7 +35,8 @@ def slow_data(evidence: Evidence) -> Found | None:
         speedup("reader", "Read tokens instead of text: {set}."),
         speedup("loader", "Read ahead in the background: {set}."),
         more_workers,
-        evidence.site("data") and "Do the work of {site} once, before training.",
+        evidence.site("data") and "Do the work of {line} once, before training.",
+        evidence.config and "Copy the dataset to a faster disk, or leave a core free for reading.",
         "Make __getitem__ and collate_fn cheaper, or prepare the data once, before training.",
     )
     what = "a disk" if is_disk else "data"

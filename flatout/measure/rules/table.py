@@ -7,7 +7,7 @@ import re
 
 from flatout.hardware.machine import CUDA_TORCH
 from flatout.measure.evidence import Evidence
-from flatout.measure.rules import Remedy, Way, is_off, row, rows_of, speedup, with_rows
+from flatout.measure.rules import Loss, Remedy, Way, is_off, row, rows_of, speedup, with_rows
 
 POLLING = re.compile(r"while [^:]*:( pass| continue)?|pass|continue")
 """The lines of a thread that waits by asking again and again."""
@@ -99,6 +99,16 @@ def advice(evidence: Evidence, _: float) -> Remedy:
     return next(text for pattern, text in ADVICE if re.search(pattern, line))
 
 
+def tiny_share(evidence: Evidence) -> Loss:
+    """Return the share of the step that many tiny operations take.
+
+    A GPU loses their time only while it waits for the next one.
+    """
+    most_s = (evidence.host_s or 0.0) if evidence.on_gpu else math.inf
+    seconds = min(evidence.tiny_op_s or 0.0, most_s)
+    return (evidence.tiny_ops or 0.0) >= 300 and evidence.share(seconds, 0.25)
+
+
 IN_BACKGROUND = speedup("state_saver", "Write checkpoints in the background: {set}.")
 LESS_OVERHEAD = (compiling, larger_rows, "Use more rows, or a larger model, per step.")
 
@@ -127,7 +137,7 @@ ROWS = [
             e.device == "cpu"
             and (e.other_busy_cores or 0.0) > max(0.5, (e.cores or 1e9) - (e.threads or 1))
             and (e.busy_share or 1.0) >= 0.1
-            and "slows"
+            and (e.busy_share or 1.0) * (e.other_busy_cores or 0.0) / (e.cores or 1)
         ),
         "Other processes kept {e.other_busy_cores:.1f} of {e.cores} cores busy, which left too few "
         "for torch (threads: {e.threads}). Rates from that time are too low.",
@@ -137,7 +147,6 @@ ROWS = [
             "others are slower."
         ),
         "Measure again without them.",
-        shows="busy_share",
     ),
     row(
         "busy-threads",
@@ -460,13 +469,16 @@ ROWS = [
     row(
         "slow-code",
         "Lines of the loop take time without training.",
-        lambda e: e.share(
-            min(
-                sum(line.seconds_per_step or 0.0 for line in e.sites.get("own", ())),
-                # on a GPU, they only cost time where it idles meanwhile
-                (e.host_s or 0.0) if e.on_gpu else math.inf,
-            ),
-            0.1,
+        lambda e: (
+            not (tiny_share(e) and e.at("op") == e.at("own"))
+            and e.share(
+                min(
+                    sum(line.seconds_per_step or 0.0 for line in e.sites.get("own", ())),
+                    # on a GPU, they only cost time where it idles meanwhile
+                    (e.host_s or 0.0) if e.on_gpu else math.inf,
+                ),
+                0.1,
+            )
         ),
         "{share:.0%} of each step goes into lines that are no work of forward, backward or "
         "optimizer, most of it into {site}.",
@@ -484,6 +496,7 @@ ROWS = [
             and ("Write fewer records: {set}.", {"log.every": 10})
         ),
         speedup("readback", "Read values one step late: {set}."),
+        lambda e, _: e.config and "Log to fewer places (log.to), or less often (log.every).",
         "Do less of it, or do it every few steps.",
         site="logging",
         shows="logging_s",
@@ -535,21 +548,17 @@ ROWS = [
     row(
         "tiny-kernels",
         "A step consists of many tiny operations, which take longer to start than to run.",
-        lambda e: (
-            (e.tiny_ops or 0.0) >= 300
-            # a GPU loses their time only while it waits for the next one
-            and e.share(min(e.tiny_op_s or 0.0, (e.host_s or 0.0) if e.on_gpu else 1e9), 0.25)
-        ),
+        tiny_share,
         "{share:.0%} of each step goes into {e.tiny_ops:,.0f} tiny operations, which take longer "
         "to start than to run.",
         lambda e, _: (
             e.site("op compute python")
-            and "Compute {site} for all elements at once instead of one by one."
+            and "Compute {line} for all elements at once instead of one by one."
         ),
         *LESS_OVERHEAD,
         site="op compute python",
         shows="ops tiny_op_s",
-        unless="slow-code slow-optimizer few-rows",
+        unless="slow-data slow-code slow-optimizer few-rows",
     ),
     row(
         "too-little-memory",

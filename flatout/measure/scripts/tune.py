@@ -214,9 +214,6 @@ def notes(found: ScriptTuning) -> list[str]:
         lines = ["Nothing that was measured makes the script faster."]
     else:
         lines = ["No change was measured."]
-    if found.loss_noise:
-        noise = f"differ by up to {found.loss_noise:.0e} in their losses"
-        lines.append(f"Two runs of the unchanged script {noise}.")
     lines += late_ones(found.not_tried)
     lines += [found.withheld] if found.withheld else []
     if found.patch:

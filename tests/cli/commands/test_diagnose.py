@@ -68,7 +68,6 @@ def test_json_contains_verdict_shares_roofline_and_findings(measured, capsys, ti
     assert found["verdict"] == "25% of each step waits for data."
     assert found["shares"] == {"data_wait": 0.25, "compute": 0.75}
     assert found["roofline"]["mfu"] == 0.5
-    assert found["roofline"]["achieved_tflops"] is None
     assert [finding["name"] for finding in found["findings"]] == ["slow-data"]
     assert found["notes"] == ["No profiler."]
     assert found["path"] is None

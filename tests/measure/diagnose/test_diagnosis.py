@@ -51,7 +51,7 @@ def names(monkeypatch):
     ("given", "facts", "order"),
     [
         ([("a", 0.2), ("b", 0.4), ("c", "warns"), ("d", "fails")], {}, "d b a c"),
-        ([("a", 0.9), ("busy-machine", 0.2), ("x", "spoils")], {}, "x busy-machine a"),
+        ([("a", 0.9), ("busy-machine", 0.2), ("x", "spoils")], {}, "x a busy-machine"),
         ([("a", 0.9), ("b", "slows")], {}, "b a"),  # its time was not measured
         # a clear line of a script comes before a busy machine
         ([("busy-machine", 0.5), ("a", 0.2, {"site": "own"})], {}, "busy-machine a"),
@@ -120,6 +120,14 @@ def test_the_next_command_trains_with_the_fix_or_measures(tiny_config, overrides
     assert next_for_recipe(found, config, "R", overrides).endswith(command)
 
 
+def test_what_a_busy_machine_cannot_explain_comes_before_it():
+    busy = STEPS.model_copy(update=BUSY | {"other_busy_cores": 1.1, "evaluation_s": 0.08})
+    names = [finding.name for finding in diagnosis_of(busy).findings]
+    assert names == ["frequent-evaluation", "busy-machine"]
+    less = busy.model_copy(update={"evaluation_s": 0.04})
+    assert diagnosis_of(less).findings[0].name == "busy-machine"
+
+
 def test_the_text_shows_the_step_the_findings_and_the_rate_with_and_without_saves():
     evidence = Evidence(
         source="measured run",
@@ -155,8 +163,7 @@ def test_the_text_shows_the_step_the_findings_and_the_rate_with_and_without_save
         "1. slow-data\n"
         "at        mine.py:7: slow() (called at a:1: f())\n"
         "evidence  data wait 40 ms\n"
-        "fix       Do the work of mine.py:7: slow() (called at a:1: f()) once, before "
-        "training.\n\n"
+        "fix       Do the work of mine.py:7 once, before training.\n\n"
         "2. slow-code: 15% of each step goes into lines that are no work of forward, backward or "
         "optimizer, most of it into mine.py:7: slow() (called at a:1: f()).\n"
         "fix  Take it out of the step, do it every few steps, or compute it for whole tensors "

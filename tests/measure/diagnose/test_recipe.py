@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -76,6 +77,8 @@ def measured(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text(PLANTED)
 
     def measure(**changes):
+        (tmp_path / ".diagnose-killed").mkdir()
+        os.utime(tmp_path / ".diagnose-killed", (0, 0))
         values = {key.replace("__", "."): value for key, value in changes.items()}
         config = tiny_config(checkpoint__dir=str(tmp_path)).with_values(SIZE | values)
         found = diagnose_recipe(config, seconds=0.5)

@@ -181,7 +181,8 @@ def test_recorded_windows_say_how_busy_the_machine_was(run):
     assert busy.other_busy_cores == pytest.approx(3.3)
     told = diagnosis_of(busy)
     assert told.verdict.startswith("Other processes kept 3.3 of 4 cores busy, which left too few")
-    assert "evidence  busy share 0.5" in told.summary()
+    assert "evidence  41% of the step" in told.summary()
+    assert "has taken few steps" in busy.notes[-1]
     idle = recorded(0.1, 0.3)
     assert (idle.other_busy_cores, idle.cores) == (pytest.approx(0.2), None)
     assert recorded(None, None).other_busy_cores is None

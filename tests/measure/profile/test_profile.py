@@ -117,7 +117,7 @@ def test_steps_beyond_the_end_of_the_run_are_rejected(tiny_config):
     with pytest.raises(ConfigError, match=words) as bad:
         long_enough(config, 3, 8)
     assert "--skip 7" in bad.value.fix
-    with pytest.raises(ConfigError, match="Step 11 does not exist"):
+    with pytest.raises(ConfigError, match="Steps 11 to 11 do not exist"):
         long_enough(config, 1, 10)
     assert long_enough(config, 3, 7) == config
     assert long_enough(config, 6, None).train.steps > 30  # nobody chose these steps

@@ -125,7 +125,7 @@ def test_speedups_that_are_decided_together_are_one_event(make_run, read):
     late = chosen[2] | {"on": False, "step": 3, "reason": "no compiler"}
     sample = {"event": "sample", "step": 5, "text": "Once upon a time"}
     shown = text_of(read(make_run(events=[*chosen, {"event": "start"}, late, sample])))
-    assert "2.0 s 0 speedup on tf32, compile, off fp8 – – start" in shown
+    assert "2.0 s 0 speedup on tf32, compile – – start" in shown
     assert "2.0 s 3 speedup reason no compiler, name compile, on no" in shown
     assert "– 5 sample text Once upon a time" in shown
 

@@ -206,7 +206,12 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", {"machine": "GPU", "sees_gpu": True, "config": None}, "cpu-by s", '.to("cuda")'),
         ("cpu", {"machine": "GPU", "torch_cuda": "13.0"}, "cpu-by s", "CUDA_VISIBLE_DEVICES"),
         ("cuda", {"data_wait_s": 0.03}, "", ""),  # the GPU hides it
-        ("cuda", {"data_wait_s": 0.03, "counterfactual_s": {}}, "slow-data s 30%", "prepare"),
+        (
+            "cuda",
+            {"data_wait_s": 0.03, "counterfactual_s": {}},
+            "slow-data s 30%",
+            "Copy the dataset",
+        ),
         ("cpu", {"data_wait_s": 0.03, "speedups": ()}, "slow-data s", "the speedup pretokenised."),
         (
             "cpu",
@@ -246,13 +251,28 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", {"evaluation_s": 0.09, "evaluates_with_gradients": True}, "frequent s", "no_grad"),
         ("cpu", STORM | {"config": None}, "garbage s 20% of each step", "gc.freeze()"),
         ("cpu", GROWING | {"optimizer": "LBFGS"}, "", ""),  # its history
-        ("cpu", {"failure": failed("hang", site=SITE)}, "failure f It fails.", "Look at the line"),
+        (
+            "cpu",
+            {"failure": failed("hang", site=SITE)},
+            "failure f It fails.",
+            "Look at the output",
+        ),
         ("cpu", {"failure": failed("no-data", fix="Make {one}.")}, "failure f It", "Make {one}."),
         ("cuda", {"host_s": 0.05, "speedups": ("tf32",)}, "idle-gpu s 50%", "speedup compile."),
         ("cuda", {"host_s": 0.05, "speedups": (), "remaining_s": 30.0}, "idle-gpu s", "device=8 "),
         ("cuda", {"settings": {"train.precision": "fp32"}}, "", ""),  # tf32 is on
         ("cpu", {"wasted_gradients": 0.2, "never_updated": ("a",)}, "unlearned s updates a,", ""),
         ("cpu", {"skipped_steps": 20}, "unstable s float16 overflowed, and 20 of 100", "optim.lr="),
+        (
+            "cpu",
+            {"skipped_steps": 20, "settings": {"train.precision": "fp16"}},
+            "unstable s float16 overflowed, and 20 of 100",
+            "Train with train.precision=bf16.",
+        ),
+        ("cpu", {"losses": ((1, math.nan),)}, "unstable f from step 1.", "no update had been made"),
+        ("cpu", {"losses": ((1, 4.0), (2, math.nan))}, "unstable f from step 2.", "optim.lr="),
+        ("cpu", {"logging_s": 0.02, "settings": {"log.every": 10}}, "slow-logging s", "(log.to)"),
+        ("cpu", {"logging_s": 0.02, "config": None}, "slow-logging s 20%", "every few steps"),
     ],
 )
 def test_what_is_found_and_how_it_is_mended(healthy, device, facts, says, fix):
