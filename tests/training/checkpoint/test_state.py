@@ -52,6 +52,7 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     donor = build(folder / "donor", seed=4)
     train(donor, 9)
+    donor.best_val_loss = 0.0  # lower than any
     run = build(folder / "run")
     train(run, 5)
     return savers.save(run), outcome(run, 5), savers.save(donor)
