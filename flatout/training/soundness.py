@@ -129,7 +129,7 @@ def looks_of(run: Run) -> dict[str, Look]:
         for part in parts_of(named[name].detach()):
             places.append((name, place_of(named[name])))
             flat = part.reshape(-1)
-            is_aligned = not (part.nbytes | flat.storage_offset() * flat.element_size()) % 8
+            is_aligned = not (part.nbytes | int(flat.storage_offset()) * flat.element_size()) % 8
             words = flat.view(torch.int64 if is_aligned else WORDS[flat.element_size()])
             sums.append(words.sum(dtype=torch.int64).to(run.mesh.device))
             is_float = part.dtype in FLOATS
@@ -152,7 +152,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """
     tensor = local(tensor)
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for name in tensor.__tensor_flatten__()[0]:
             yield from parts_of(getattr(tensor, name))
     elif tensor.numel():
         yield tensor

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -44,14 +45,15 @@ STORED_DTYPES = {
     "float8_e5m2": "F8_E5M2",
 }
 """Names of dtypes in an index, which are torch's, and in a safetensors file."""
-INFINITY = {
+INFINITY: dict[str, tuple[Any, int]] = {
     "F64": (np.uint64, 0xFFE0_0000_0000_0000),
     "F32": (np.uint32, 0xFF00_0000),
     "F16": (np.uint16, 0xF800),
     "BF16": (np.uint16, 0xFF00),
 }
-"""Integers of a dtype's size, and infinity as such a one, shifted left so that the sign is gone. Larger
-ones are not numbers.
+"""Integers of a dtype's size, and infinity as one of them, shifted left so that the sign is gone.
+
+Larger ones are not numbers.
 """
 CHUNK = 1 << 22
 """Values that are looked at together."""
