@@ -172,14 +172,6 @@ def test_another_template_is_another_dataset(rows, tmp_path):
         prepared(rows, tmp_path, chat=None, text_field="id")
 
 
-def test_duplicates_are_dropped_by_their_whole_text(tmp_path):
-    found = (conversation(number, 1) for number in (1, 2, 1, 3, 4))
-    rows = write_rows(tmp_path / "rows.jsonl", found)
-    made = prepared(rows, tmp_path, duplicates="drop")
-    assert made.manifest.documents == 4
-    assert made.manifest.text_bytes == 4 * len("It is 0.")
-
-
 def test_options_that_contradict_conversations_are_rejected(rows, tmp_path):
     with pytest.raises(DataError, match="--mask-field and --chat"):
         prepared(rows, tmp_path, mask_field="prompt")
