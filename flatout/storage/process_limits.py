@@ -26,7 +26,9 @@ def limited(cpu_s: float, memory_bytes: int) -> Iterator[None]:
     handler = signal.signal(signal.SIGVTALRM, _too_slow) if is_main else None
     try:
         if in_use is not None:
-            _lower(resource.RLIMIT_DATA, in_use + memory_bytes)
+            finite = (bound for bound in before if bound != resource.RLIM_INFINITY)
+            most = min([in_use + memory_bytes, *finite])
+            resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
         if is_main:
             signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
         yield
@@ -51,9 +53,3 @@ def allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # macOS may have a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _lower(limit: int, value: int) -> None:
-    soft, hard = resource.getrlimit(limit)
-    finite = (bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)
-    resource.setrlimit(limit, (min([value, *finite]), hard))

@@ -251,12 +251,22 @@ CASES = [
     ),
     case(
         "a source with an unknown parameter",
-        f"prepare synthetic:document=5 {NEW}",
-        ("'synthetic'", "'document'"),
-        "documents",
+        f"prepare python-stdlib:documents=5 {NEW}",
+        ("'python-stdlib'", "'documents'"),
+        "Its parameters are",
+    ),
+    case("a parameter without `=`", f"prepare python-stdlib:5 {NEW}", "'5'", "hub:ORG/NAME:split="),
+    case(
+        "a source that was removed",
+        f"prepare synthetic:documents=5 {NEW}",
+        "'synthetic'",
+        "mypackage.module:pages",
     ),
     case(
-        "a parameter without `=`", f"prepare synthetic:5 {NEW}", "'5'", "synthetic:documents=1000"
+        "a source that is a dataset now",
+        f"prepare capitals:documents=20 {NEW}",
+        "'capitals'",
+        "`flatout prepare capitals --chat auto",
     ),
     case("a directory for `demo`", "demo data", "data", "flatout prepare"),
     case(

@@ -133,19 +133,6 @@ class ReadTask:
 Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
 
 
-def require_counts(source: str, **counts: tuple[object, int]) -> None:
-    """Check that parameters of a source are integers, each of at least its minimum.
-
-    Raises: DataError.
-    """
-    for name, (value, least) in counts.items():
-        if type(value) is not int or value < least:
-            raise DataError(
-                f"{source}: {name}={value!r} is not allowed.",
-                fix=f"Set {name} to an integer of at least {least}.",
-            )
-
-
 def read_tasks_of(source: Source, name: str, parameters: JsonObject) -> list[ReadTask]:
     """Call a source with `parameters` and return its tasks. A source of documents is one task.
 

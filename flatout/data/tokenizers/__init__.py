@@ -260,8 +260,8 @@ def parse_tokenizer(
 
 def _restored(document: Document, name: str) -> Tokenizer:
     version, kind = document.get("format_version"), document.get("kind")
-    known = kind in TOKENIZERS.names()
-    if not isinstance(version, int) or version > FORMAT_VERSION or not known:
+    is_known = isinstance(version, int) and version <= FORMAT_VERSION
+    if not is_known or kind not in TOKENIZERS.names():
         raise DataError(
             f"{name} contains a tokenizer of format_version {version}, kind {kind!r}.",
             fix="Install a newer flatout.",

@@ -178,13 +178,17 @@ class RankTokenizer(Tokenizer):
         if known is not None:
             return cls(known.name, pieces, file.pattern or known.pattern, known.eot_id)
         made = cls(file.stem, pieces, str(file.pattern), len(pieces))
-        decoded = _MIXED if made._is_known else made.decode(made.encode(_MIXED))
+        fix = "Correct --pattern: it must match every part of a text, and never the empty string."
+        try:
+            decoded = _MIXED if made._is_known else made.decode(made.encode(_MIXED))
+        except NotEncodable as error:
+            what = f"The pattern of the tokenizer {made.name!r} cannot be used: {error.what}"
+            raise DataError(what, fix=fix) from error
         if decoded != _MIXED:
             raise DataError(
-                f"The pattern of the tokenizer {made.name} omits text: {_MIXED!a} is decoded as "
+                f"The pattern of the tokenizer {made.name!r} omits text: {_MIXED!a} is decoded as "
                 f"{decoded!a}.",
-                fix="Correct --pattern: it must match every part of a text, and never the empty "
-                "string.",
+                fix=fix,
             )
         return made
 

@@ -27,7 +27,8 @@ def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     counts = [fields[name] for name in ("documents", "tokens", "bytes", "skipped")]
     assert counts == [1, manifest.tokens, 10500, 0]
     assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
-    talks = prepare("capitals:documents=20", tmp_path / "talks", tokenizer="byte", chat="auto")
+    some = {"max_documents": 20, "split": "tail 0.1", "tokenizer": "byte"}
+    talks = prepare("capitals", tmp_path / "talks", chat="auto", **some)
     assert "of 20 documents\n" in talks.summary(), "not a part of their text"
 
 

@@ -29,7 +29,7 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     dataset = flatout.Dataset.open(tmp_path / "data" / "tokens")
     assert split_of(dataset, "train") == (list(range(200)), [200])
     assert split_of(dataset, "val") == (list(range(30)), [30])
-    assert flatout.inspect("data/tokens").value("tokens") == "230"
+    assert flatout.inspect("data/tokens").value("tokens") == 230
 
 
 def test_documents_end_at_end_of_text_and_with_each_array(tmp_path):
