@@ -290,7 +290,7 @@ def _archive(path: Path) -> Found | None:
         return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
     arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
     shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in arrays[:3])
-    return (f"a NumPy archive of {shown}", f"If it contains tokens: {_BY_HAND}") if arrays else None
+    return (f"a NumPy archive of {shown}", _BY_HAND) if arrays else None
 
 
 def _start_from(path: Path) -> str:
