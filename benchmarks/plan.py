@@ -44,7 +44,7 @@ SHORT_STEPS = 40
 """Steps of the earlier run."""
 RUN_S = 15.0
 """Duration of the predicted run, roughly."""
-TEXT = "synthetic:documents=400,words=300,seed=0"
+TEXT = ("python-stdlib", "--max-bytes", 700_000)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        flatout("prepare", TEXT, "--out", data, "--tokenizer", "byte")
+        flatout("prepare", *TEXT, "--out", data, "--tokenizer", "byte")
         for number, case in enumerate(cases):
             row = {"name": case.name, "rows": case.rows, "overrides": case.overrides}
             row |= memory_of(case, data)

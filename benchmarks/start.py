@@ -61,7 +61,8 @@ def main() -> None:
 def measure(folder: Path, text: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
     """Return the results of each command but `plan`, by repeat."""
     data, talk, run = prepared(folder / "data", text), folder / "talk", folder / "runs" / "chat"
-    flatout("prepare", "capitals:documents=200", "--chat", "auto", "--out", talk)
+    some = ("--max-documents", 200, "--split", "hash 0.05")
+    flatout("prepare", "capitals", *some, "--chat", "auto", "--out", talk)
     flatout("train", "chat-demo", f"data.path={talk}", f"train.steps={STEPS}", "--run-dir", run)
     trained: list[Path] = []
 

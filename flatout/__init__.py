@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from flatout.cli.terminal import RunReport, Terminal
     from flatout.config.schema import RunConfig, load_config
     from flatout.config.sections import Section
+    from flatout.data.prepare.import_tokens import write_dataset
     from flatout.data.store.shards import Dataset
     from flatout.errors import FlatoutError
     from flatout.inference.load import load_run
@@ -89,6 +90,7 @@ __all__ = [
     "tune",
     "verify",
     "watch",
+    "write_dataset",
 ]
 
 _HOMES = {

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from flatout.config.schema import load_config
-from flatout.data import tokenizers
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 
@@ -28,12 +27,6 @@ sys.path.append(str(Path(__file__).parent))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Background jobs of a shell, and their children, ignore Ctrl+C; some tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True)
-def tokenizers_are_trusted(monkeypatch):
-    """Skip the check that runs each tokenizer in a process, which takes a second."""
-    monkeypatch.setattr(tokenizers, "require_usable", lambda text, name, *, cache: None)
 
 
 def pytest_configure(config):

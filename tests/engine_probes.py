@@ -8,9 +8,25 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from flatout.data.tokenizers.base import Tokenizer
-from flatout.data.tokenizers.check import CORNERS
 from flatout.data.tokenizers.engine_choice import _vocabulary
 
+CORNERS = (
+    "",
+    " ",
+    "  a  b\t\tc \n d\n\n e\r\n\r\nf \r g\n \n",
+    "don't DON'T we'll WE'LL it\u2019s 'S 'ſ I've'd re're \u017f's",
+    "1 12 123 1234 12345 1a2b ²³½ ١٢٣ Ⅷ ①",
+    "e\u0301 E\u0308\u0301 a\u0323\u0307 \u0301x \u1100\u1161\u11a8 \u212b "
+    "\u0344 q\u0307\u0323 \u0915\u093c",
+    "\u200b\u200c\u200d\u2060\ufeff a\u200bb \u200d\u200d \u00ad",
+    "\x00\x01\x1c\x1d\x1e\x1f\x7f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000 x\x1cy",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪🇫🇷 1️⃣",
+    "日本語のテキスト。中文，测试！한국어 ไทย العربية עברית हिन्दी",
+    "\ufffe\uffff\ue000\U000f0000\U0010ffff\ufdd0\ufffd",
+    "camelCaseHTTPServer snake_case __init__ x+=1; // a/b/c\n/d ...\n\n!!!\r\n==>\n",
+    "Ǆ ǅ ǆ ß ẞ İ ı ﬁ ﬀ Σσς",
+)
+"""Strings of unusual characters, spaces, line ends and combinations."""
 _SAMPLED_FROM = 0x20000
 """Beyond this code point Unicode is mostly ideographs, of which a sample is enough."""
 _LONG = ("a", "ab", " ", "\n", " \n", "é", "1", ".", "🙂", "\u0301", "aB", "日")

@@ -1,11 +1,10 @@
-"""Resource limits of the operating system, for native code that Python cannot interrupt."""
+"""Resource limits of the operating system."""
 
 from __future__ import annotations
 
-import math
 import resource
 import signal
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -15,24 +14,33 @@ MOST_FILES = 65_536
 
 
 @contextmanager
-def cpu_bounded(seconds: float) -> Iterator[None]:
-    """End this process with SIGXCPU if the block uses more CPU time, summed over all threads."""
-    before = resource.getrlimit(resource.RLIMIT_CPU)
-    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
+def limited(cpu_s: float, memory_bytes: int) -> Iterator[None]:
+    """Raise TimeoutError or MemoryError in the block when it takes more CPU time or memory.
+
+    The time is limited in the main thread only, and the memory where the system reports how much
+    is in use.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    in_use = getattr(psutil.Process().memory_info(), "data", None)
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGVTALRM, _too_slow) if is_main else None
     try:
+        if in_use is not None:
+            finite = (bound for bound in before if bound != resource.RLIM_INFINITY)
+            most = min([in_use + memory_bytes, *finite])
+            resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_CPU, before)
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler)
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def bound_memory(num_bytes: int) -> None:
-    """Limit this process to `num_bytes` of memory more than it has now.
-
-    Does nothing where the system does not report the memory in use.
-    """
-    in_use = getattr(psutil.Process().memory_info(), "data", None)
-    if in_use is not None:
-        _lower(resource.RLIMIT_DATA, in_use + num_bytes)
+def _too_slow(*_: object) -> None:
+    raise TimeoutError("it takes too much CPU time")
 
 
 def allow_open_files() -> None:
@@ -45,16 +53,3 @@ def allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # macOS may have a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _lower(limit: int, value: int) -> None:
-    soft, hard = resource.getrlimit(limit)
-    finite = (bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)
-    resource.setrlimit(limit, (min([value, *finite]), hard))
-
-
-def failure_of(code: int) -> str:
-    """Return a verb phrase for how a process with these limits ended, from its exit code."""
-    if code == -signal.SIGXCPU:
-        return "takes too much CPU time"
-    return "crashes or takes too much memory"

@@ -37,9 +37,9 @@ NOT_TOKENS = (
     b"MZ",
 )
 """How binary files of other kinds start."""
-_TO_NUMPY = (
-    "Read it with the package that wrote it, save the tokens with `numpy.save`, and import that "
-    "file: `flatout import tokens.npy --out data/NAME --tokenizer FILE`."
+_BY_HAND = (
+    "Read its tokens in Python with the package that wrote it, and write them with "
+    "`flatout.write_dataset`: docs/data.md has the lines."
 )
 _MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 """Start of an index of Megatron."""
@@ -210,7 +210,7 @@ def _folder(path: Path) -> Found | None:
                 head = file.read(HEAD_BYTES)
             for mark, name in _SHARDS.items():
                 if mark in head:
-                    return f"a directory of {name}", _TO_NUMPY
+                    return f"a directory of {name}", _BY_HAND
     with os.scandir(path) as entries:  # the first ones, and all chunks
         files = [
             path / entry.name
@@ -263,10 +263,10 @@ def _file(path: Path) -> Found | None:
     if head.startswith(b"\x93NUMPY"):
         return "a NumPy array", _if_tokens(path)
     if head.startswith(_MEGATRON):
-        return "the index of a Megatron dataset", _import_it(path)
+        return "the index of a Megatron dataset", _BY_HAND
     if suffix == ".bin":
         if path.with_suffix(".idx").is_file():
-            return "the data of a Megatron dataset", _import_it(path)
+            return "the data of a Megatron dataset", _BY_HAND
         if head[:4] in LLM_C:
             return "a file of tokens in llm.c's format", _import_it(path)
         if not is_text(head):
@@ -290,7 +290,7 @@ def _archive(path: Path) -> Found | None:
         return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
     arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
     shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in arrays[:3])
-    return (f"a NumPy archive of {shown}", _if_tokens(path)) if arrays else None
+    return (f"a NumPy archive of {shown}", _BY_HAND) if arrays else None
 
 
 def _start_from(path: Path) -> str:

@@ -64,7 +64,7 @@ def small_disk(world: World) -> None:
 
 def validation_files(world: World) -> None:
     """Write text files, and prepare a dataset with one of them as validation text."""
-    for name, rows in (("good", 40), ("copy", 40), ("held", 5), ("none", 0)):
+    for name, rows in (("good", 40), ("copy", 40), ("held", 5), ("other", 7), ("none", 0)):
         world.write(
             f"{name}.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(rows))
         )
@@ -104,7 +104,7 @@ CASES = [
         "validation text that is also training text",
         f"prepare good.jsonl {NEW} --val copy.jsonl",
         ("copy.jsonl", "both training and validation"),
-        ("Remove it", "--duplicates drop"),
+        ("Remove it from one",),
         validation_files,
     ),
     Case(
@@ -137,8 +137,8 @@ CASES = [
     ),
     Case(
         "other validation text for an existing dataset",
-        "prepare good.jsonl --out data/sides --tokenizer byte --val copy.jsonl --duplicates drop",
-        ("data/sides", "is held.jsonl", "copy.jsonl is requested"),
+        "prepare good.jsonl --out data/sides --tokenizer byte --val other.jsonl",
+        ("data/sides", "is held.jsonl", "other.jsonl is requested"),
         ("a different --out",),
         validation_files,
     ),

@@ -42,17 +42,17 @@ def raw_tokens(world: World) -> None:
     world.write("train.bin", bytes(range(256)) * 8)
 
 
-def mapped_index(world: World, *, sequences: int = 2) -> None:
-    """Write a dataset of Megatron, whose index states a number of sequences."""
-    import struct
-
+def megatron(world: World) -> None:
+    """Write a dataset of Megatron."""
     world.write("old.bin", bytes(range(8)))
-    world.write(
-        "old.idx",
-        b"MMIDIDX\0\0"
-        + struct.pack("<QBQQ", 1, 8, sequences, 3)
-        + struct.pack("<2i2q3q", 2, 2, 0, 4, 0, 1, 2),
-    )
+    world.write("old.idx", b"MMIDIDX\0\0" + bytes(25))
+
+
+def archive(world: World) -> None:
+    """Write arrays with numpy.savez."""
+    import numpy as np
+
+    np.savez(world.path / "tokens.npz", ids=np.arange(50))
 
 
 def litdata(world: World) -> None:
@@ -133,9 +133,16 @@ CASES = [
     ),
     case(
         "an unknown format of tokens",
-        "import train.bin --out data/new --tokenizer byte --format megatorn",
-        "'megatorn'",
+        "import train.bin --out data/new --tokenizer byte --format numpy-fiel",
+        "'numpy-fiel'",
+        "'numpy-file'",
+        raw_tokens,
+    ),
+    case(
+        "a format of tokens that was removed",
+        "import train.bin --out data/new --tokenizer byte --format megatron",
         "'megatron'",
+        "`flatout.write_dataset`",
         raw_tokens,
     ),
     case(
@@ -160,31 +167,24 @@ CASES = [
         pickled_array,
     ),
     case(
-        "a Megatron index that is truncated",
-        "import old --out data/new --tokenizer byte",
-        ("old.idx", "truncated or damaged"),
-        "Copy",
-        lambda w: mapped_index(w, sequences=9),
-    ),
-    case(
-        "a Megatron index of another tool",
+        "a Megatron dataset",
         "import old.bin --out data/new --tokenizer byte",
-        ("old.idx", "not an index of Megatron"),
-        "move the .idx file away",
-        lambda w: (mapped_index(w), w.write("old.idx", b"something else")),
+        "old.bin is the data of a Megatron dataset",
+        "`flatout.write_dataset`",
+        megatron,
     ),
     case(
-        "a Megatron index without its data",
-        "import old.idx --out data/new --tokenizer byte",
-        ("old.bin", "does not exist"),
-        "Copy both files",
-        lambda w: (mapped_index(w), (w.path / "old.bin").unlink()),
+        "an archive of arrays",
+        "import tokens.npz --out data/new --tokenizer byte",
+        "tokens.npz is a NumPy archive of ids",
+        "`flatout.write_dataset`",
+        archive,
     ),
     case(
         "litdata instead of text",
         f"prepare lit {NEW}",
         "lit is a directory of litdata",
-        "numpy.save",
+        "`flatout.write_dataset`",
         litdata,
     ),
     case(

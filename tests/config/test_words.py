@@ -23,6 +23,7 @@ from flatout.config.registry import (
     RECIPES,
     SPEEDUPS,
     recipe_path,
+    unknown_name,
 )
 from flatout.config.schema import RunConfig, load_config, validate
 from flatout.config.words import TABLE, listings, name_for, removed, value_for, word_for, words
@@ -202,16 +203,22 @@ def test_all_counterparts_exist():
             check_names(load_config(None, ["lora.rank=8", *written.split()]))
 
 
+def use(what: str) -> None:
+    """Use a removed command, option, or entry of a list."""
+    first, _, last = what.rpartition(" ")
+    if last.startswith("--"):
+        parse(first, [last])
+    elif first:
+        raise unknown_name(first, last, ())
+    else:
+        cli.call([last], ExitStack(), False)
+
+
 @pytest.mark.parametrize("what", removed_names())
 def test_what_was_removed_is_answered_and_gone(what):
-    command, _, option = what.partition(" ")
-    if option:
-        with pytest.raises(ConfigError) as answered:
-            parse(command, [option])
-    else:
-        with pytest.raises(ConfigError) as answered:
-            cli.call([command], ExitStack(), False)
-        assert command not in COMMANDS.names()
+    with pytest.raises(ConfigError) as answered:
+        use(what)
+    assert what not in COMMANDS.names()
     assert answered.value.fix == removed(what)
 
 

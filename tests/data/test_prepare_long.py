@@ -96,8 +96,7 @@ SPLITS = [
     {"max_bytes": 9_000},
     {"max_bytes": 6_400, "split": "tail 0.5"},
     {"max_documents": 14, "split": "tail 0.3"},
-    {"duplicates": "drop", "split": "tail 0.1"},
-    {"duplicates": "drop", "split": "hash 0.5", "max_bytes": 14_000, "on_bad_row": "skip"},
+    {"split": "hash 0.5", "max_bytes": 14_000, "on_bad_row": "skip"},
 ]
 
 
@@ -133,7 +132,7 @@ def nowhere_to_cut(folder):
 
 @pytest.mark.parametrize(
     "options",
-    [{"split": "tail 0.1"}, {"split": "hash 0.5"}, {"split": "tail 0.4", "duplicates": "drop"}],
+    [{"split": "tail 0.1"}, {"split": "hash 0.5"}, {"split": "tail 0.4"}],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_an_unusable_long_text_is_one_bad_row_and_leaves_no_tokens(
         made = prepared(
             corpus, out=tmp_path / out, tokenizer=tokenizer, on_bad_row="skip", **options, workers=1
         )
-        (bad,) = (entry for entry in made.manifest.skipped if entry.reason != "duplicate document")
+        (bad,) = made.manifest.skipped
         assert (bad.count, bad.first) == (1, (str(corpus / "e.txt"),))
     assert errors[0] == errors[1]
     assert str(corpus / "e.txt") in errors[0]
@@ -300,7 +299,7 @@ def test_a_text_of_64_mib_needs_little_memory(tmp_path):
     ("tokenizer", "options"),
     [
         ("train:4096", {"split": "tail 0.1"}),
-        ("char", {"split": "hash 0.5", "duplicates": "drop", "on_bad_row": "skip"}),
+        ("char", {"split": "hash 0.5", "on_bad_row": "skip"}),
     ],
     ids=str,
 )

@@ -15,9 +15,9 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 79_240,
-    "data": 78_000,
+    "data": 69_350,
     "training": 65_600,
-    "cli": 24_390,
+    "cli": 24_370,
     "models": 24_600,
     "assembly": 20_000,
     "config": 10_500,
@@ -28,7 +28,7 @@ ROOMS = {
     "optim": 6_100,
     "speedups": 6_000,
     "hardware": 3_273,
-    "top": 4_290,
+    "top": 4_295,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.
 

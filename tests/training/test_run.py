@@ -139,7 +139,7 @@ Path.read_text = without_proc
 import flatout
 book = Path("book.txt")
 book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 60)
-data = flatout.prepare([book], out="data/book", tokenizer="byte", duplicates="drop")
+data = flatout.prepare([book], out="data/book", tokenizer="byte")
 result = flatout.train("my.yaml", run="runs/first")
 assert flatout.train("my.yaml", run="runs/first", resume="auto").steps == result.steps
 print(result.steps, result.val_loss > 0)

@@ -18,8 +18,7 @@ from flatout.storage.recognised import require_local
 TokenFiles = Annotated[
     Path | str,
     Argument(
-        "Token files, or their directory: train.bin and val.bin, .npy, .npz, Megatron's .bin with "
-        ".idx, llm.c, or chunk_NNNNNN.pt."
+        "Token files, or their directory: train.bin and val.bin, .npy, llm.c, or chunk_NNNNNN.pt."
     ),
 ]
 Out = Annotated[
@@ -30,16 +29,14 @@ TokenizerName = Annotated[
     str | Path | None,
     Option(
         "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
-        "repository, byte, or ids:N for N ids without text. Not needed next to nanoGPT's meta.pkl "
-        "with characters."
+        "repository, byte, or ids:N for N ids without text."
     ),
 ]
 DocumentEnds = Annotated[
     Documents | None,
     Option(
-        "Where documents end: at an end-of-text token, where the format stores it "
-        "(Megatron), or at the end of each chunk or file. By default where the format stores "
-        "it, or else at end-of-text tokens."
+        "Where documents end: at an end-of-text token, or at the end of each chunk or file "
+        "(default: at end-of-text tokens, unless the format says otherwise)."
     ),
 ]
 Split = Annotated[

@@ -100,9 +100,6 @@ Chat = Annotated[
         "--chat-template",
     ),
 ]
-Duplicates = Annotated[
-    Literal["keep", "drop"], Option("Keep duplicate documents, or drop and count them.")
-]
 FromFile = Annotated[
     str | Path | None,
     Option("The dataset's downloaded file, for a machine without network.", "--from"),
@@ -179,7 +176,6 @@ def prepare(
     on_bad_row: OnBadRow = "raise",
     max_bad_rows: MaxBadRows = None,
     mask_field: MaskField = None,
-    duplicates: Duplicates = "keep",
     from_file: FromFile = None,
     workers: NumWorkers = None,
     part: Part = None,
@@ -202,8 +198,8 @@ def prepare(
     # fmt: off
     options = Options(
         str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes,
-        on_bad_row, max_bad_rows, mask_field, duplicates,
-        _names(val or ()), _names(include or ()), chat,
+        on_bad_row, max_bad_rows, mask_field, _names(val or ()),
+        _names(include or ()), chat,
     )
     # fmt: on
     shares = "--join" if join else "--part"

@@ -4,28 +4,35 @@ A template can read the conversation and nothing else: it cannot call Python's f
 what it was given, or read a file. `strftime_now` is not defined, so that a template that would
 write today's date writes its own fixed one, and equal conversations are equal text on any day.
 
-`rendering_process` beside it starts this module in a separate process, which it ends when the
-template takes too much time or memory. It imports little, so that it starts quickly.
+It is a program all the same, in which text of any length is a short expression: rendering a
+conversation has limits of CPU time and memory.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from flatout.data.conversation.templates import ChatTemplate
 from flatout.data.conversation.turns import START, STOP
-from flatout.storage.process_limits import bound_memory, cpu_bounded
+from flatout.errors import DataError
+from flatout.storage.json_io import JsonObject
+from flatout.storage.process_limits import limited
 
+CPU_S = 10
+"""CPU time of one conversation. Most take less than a millisecond."""
+MEMORY_BYTES = 1 << 30
+"""Memory of one conversation, beyond what the process has before."""
+MOST_CHARACTERS = 1 << 24
+"""Characters of a text: twice as many as the longest row has."""
 MOST_EXPLAINED = 500
 """Characters of a template's own error message that are shown."""
 Text = tuple[int | None, bool]
@@ -34,7 +41,15 @@ Asked = tuple[Text, Sequence[Text]]
 """A text, and others whose starts are compared with it."""
 
 
-class _Refusal(TemplateError):
+class Rendered(NamedTuple):
+    """A text, and how others compare with it."""
+
+    text: str
+    shared: list[tuple[int, int]]
+    """Of each other text, its length and the number of characters at the start of both."""
+
+
+class Refused(TemplateError):
     """The template itself rejects a conversation, by calling `raise_exception`."""
 
 
@@ -53,61 +68,43 @@ class _Generation(Extension):
         return f"{START}{caller()}{STOP}"
 
 
-def serve(descriptor: int) -> None:
-    """Render with the first template that the socket sends, until it closes.
+def render(template: ChatTemplate, values: JsonObject, asked: Sequence[Asked]) -> list[Rendered]:
+    """Return the texts of `values["messages"]` that are asked for.
 
-    A message is a list of pickled requests, each the variables of a rendering and what is asked.
+    Raises: Refused, with the template's own words; DataError when the template cannot be parsed,
+            fails, or exceeds a limit.
     """
-    connection = Connection(descriptor)
-    try:
-        template, memory_bytes, cpu_s, most_characters = connection.recv()
-        bound_memory(memory_bytes)
-        while True:
-            requests = connection.recv()
-            room, answers = most_characters, []
-            with cpu_bounded(cpu_s):
-                for request in requests:
-                    values, asked = pickle.loads(request)
-                    answers.append(_answer(template, values, asked, room))
-                    room -= sum(len(text) for text, _ in answers[-1].get("rendered", ()))
-            answer = json.dumps(answers, ensure_ascii=False)
-            connection.send_bytes(answer.encode(errors="surrogatepass"))
-    except EOFError:
-        return
+    turns = values["messages"]
 
-
-def _answer(
-    template: str, values: dict[str, Any], asked: Sequence[Asked], room: int
-) -> dict[str, Any]:
-    """Return the texts that are asked for, or why there are none.
-
-    A template is a program, so it can raise anything.
-    """
-    turns, rendered = values.get("messages", ()), []
-
-    def render(count: int | None, prompting: bool) -> str:
-        nonlocal room
+    def write(count: int | None, prompting: bool) -> str:
         some = {"messages": turns[:count], "add_generation_prompt": prompting}
-        text = _compiled(template).render(values | some)
-        if len(text) > room:
+        text = _compiled(template.text).render(template.variables | values | some)
+        if len(text) > MOST_CHARACTERS:
             raise MemoryError("it writes too much text")
         return text
 
+    line = None
     try:
-        for text, others in asked:
-            found = render(*text)
-            room -= len(found)
-            shared = [_shared(found, found if o == text else render(*o)) for o in others]
-            rendered.append((found, shared))
-    except _Refusal as error:
-        return {"refuses": str(error)[:MOST_EXPLAINED]}
+        with limited(CPU_S, MEMORY_BYTES):
+            rendered = []
+            for text, others in asked:
+                found = write(*text)
+                shared = [_shared(found, found if o == text else write(*o)) for o in others]
+                rendered.append(Rendered(found, shared))
+            return rendered
+    except Refused as error:
+        raise Refused(str(error)[:MOST_EXPLAINED]) from error
     except MemoryError as error:
-        return {"fails": str(error) or "it takes too much memory"}
-    except Exception as error:
+        why = str(error) or "it takes too much memory"
+    except Exception as error:  # a template is a program, so it can raise anything
         why = " ".join(str(getattr(error, "msg", None) or error)[:MOST_EXPLAINED].split())
+        why = why.rstrip(".") or type(error).__name__
         line = getattr(error, "lineno", None) if isinstance(error, TemplateError) else None
-        return {"fails": why.rstrip(".") or type(error).__name__, "line": line}
-    return {"rendered": rendered}
+    where = f", line {line}," if line else ""
+    raise DataError(
+        f"The chat template {template.name}{where} fails: {why}.",
+        fix="Correct it, or use a different one: --chat chatml, --chat plain or --chat FILE.",
+    )
 
 
 def _shared(one: str, other: str) -> tuple[int, int]:
@@ -118,7 +115,7 @@ def _shared(one: str, other: str) -> tuple[int, int]:
     return len(other), bisect_left(positions, True, key=lambda n: one[: n + 1] != other[: n + 1])
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 def _compiled(text: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
@@ -129,7 +126,7 @@ def _compiled(text: str) -> Template:
 
 
 def _refuse(message: object) -> None:
-    raise _Refusal(str(message))
+    raise Refused(str(message))
 
 
 def _to_json(

@@ -27,8 +27,7 @@ from flatout.errors import DataError
 from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
-    from flatout.data.conversation.jinja import Asked
-    from flatout.data.conversation.rendering_process import Rendered
+    from flatout.data.conversation.jinja import Asked, Rendered
 
 _MARKS = re.compile(f"[{START}{STOP}{GUARD}]")
 _PROBE = "flatout asks"
@@ -70,21 +69,6 @@ Examples = tuple[Example, ...]
 """The examples of a conversation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A conversation that is to be rendered: a template renders many at a time."""
-
-    renderer: Renderer
-    turns: list[JsonObject]
-    tools: list[Any] | None
-    answers: list[int]
-    """The indices of the assistant's turns."""
-    targets: tuple[bool, ...]
-    """Whether the loss counts a turn."""
-    message: bytes
-    """What the process that renders is asked."""
-
-
 @dataclass(frozen=True)
 class Renderer:
     """A chat template together with the special tokens of a tokenizer."""
@@ -101,7 +85,7 @@ class Renderer:
         """
         turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": _PROBE}]
         try:
-            ((found, _),) = self._rendered(self._message(turns, None, ((None, False), [])))
+            ((found, _),) = self._rendered(turns, None, ((None, False), []))
         except BadConversation as error:
             raise DataError(
                 f"A question with its answer {error.what}.", fix="Use --chat chatml or plain."
@@ -127,36 +111,23 @@ class Renderer:
         found = self._specials.search(self.end) if self._specials else None
         return found[0] if found else None
 
-    def request(self, conversation: Conversation) -> Request:
-        """Return a conversation as `examples` takes it.
+    def examples(self, conversation: Conversation) -> Examples:
+        """Return the examples to train on of a conversation.
 
-        Raises: BadConversation when a turn contains one of our marks.
+        It is one example. When the template renders a turn differently once later ones follow, each
+        assistant turn that counts has its own example, which starts with the prompt for that turn.
+
+        Raises: BadConversation when a turn contains one of our marks, or the template rejects the
+                conversation or does not write a turn after its prompt; DataError when the template
+                fails.
         """
         turns, tools = self._guarded(conversation.messages), self._guarded(conversation.tools)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == ASSISTANT]
         others = [(count, count == index) for index in answers for count in (index, index + 1)]
-        message = self._message(turns, tools, ((len(turns), False), others))
-        return Request(self, turns, tools, answers, conversation.targets, message)
-
-    def examples(self, requests: Sequence[Request]) -> Iterator[Examples | DataError]:
-        """Yield the examples to train on of each conversation, or its error.
-
-        A conversation is one example. When the template renders a turn differently once later ones
-        follow, each assistant turn that counts has its own example, which starts with the prompt
-        for that turn.
-
-        The error is BadConversation when the template rejects the conversation, or does not write
-        a turn after its prompt, and DataError when the template fails.
-        """
-        rendered = self._render([one.message for one in requests])
-        for one, found in zip(requests, rendered, strict=True):
-            if isinstance(found, DataError):
-                yield found
-                continue
-            try:
-                yield self._together(one, *found[0]) or self._apart(one)
-            except DataError as error:
-                yield error
+        ((text, shared),) = self._rendered(turns, tools, ((len(turns), False), others))
+        counts = [conversation.targets[index] for index in answers]
+        together = self._together(text, shared, counts)
+        return together or self._apart(turns, tools, list(compress(answers, counts)))
 
     def prompt(self, messages: Sequence[JsonObject]) -> Example:
         """Return the text that asks for the next assistant turn.
@@ -165,8 +136,7 @@ class Renderer:
 
         Raises: BadConversation; DataError when the template fails.
         """
-        message = self._message(self._guarded(messages), None, ((None, True), []))
-        ((found, _),) = self._rendered(message)
+        ((found, _),) = self._rendered(self._guarded(messages), None, ((None, True), []))
         return self._example(_without_marks(found)[0])
 
     @cached_property
@@ -194,55 +164,39 @@ class Renderer:
             return [self._guarded(inner) for inner in value]
         return value
 
-    def _message(
+    def _rendered(
         self, turns: Sequence[JsonObject], tools: list[Any] | None, *asked: Asked
-    ) -> bytes:
-        """Return a request for some texts of a conversation."""
-        from flatout.data.conversation.rendering_process import message
+    ) -> list[Rendered]:
+        """Return some texts of a conversation.
+
+        Raises: BadConversation when the template rejects it; DataError when the template fails.
+        """
+        from flatout.data.conversation.jinja import Refused, render
 
         values = {"messages": list(turns), "tools": tools, "documents": None}
-        return message(self.template.variables | values, asked)
-
-    def _render(self, messages: Sequence[bytes]) -> Iterator[list[Rendered] | DataError]:
-        """Yield the texts that each request asks for, or why there are none."""
-        from flatout.data.conversation.rendering_process import Refused, render
-
-        for found in render(self.template.name, self.template.text, messages):
-            if not isinstance(found, Refused):
-                yield found
-                continue
-            why = " ".join(str(found).split()).rstrip(".")
-            yield BadConversation(
+        try:
+            return render(self.template, values, asked)
+        except Refused as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            raise BadConversation(
                 f"is rejected by the chat template {self.template.name}: {why}",
                 reason=f"rejected by the chat template: {why[:_REASON_CHARACTERS]}",
-            )
-
-    def _rendered(self, message: bytes) -> list[Rendered]:
-        """Return the texts that one request asks for.
-
-        Raises: BadConversation; DataError when the template fails.
-        """
-        (found,) = self._render([message])
-        if isinstance(found, DataError):
-            raise found
-        return found
+            ) from error
 
     def _together(
-        self, one: Request, text: str, shared: Sequence[tuple[int, int]]
+        self, text: str, shared: Sequence[tuple[int, int]], counts: list[bool]
     ) -> Examples | None:
         """Return all turns as one example. None when some are rendered differently later.
 
         `shared` is what the text has in common with the prompt for each assistant turn, and with
-        the text that ends after it.
+        the text that ends after it, and `counts` is whether the loss counts that turn.
         """
         if START in text:
             text, spans = _without_marks(text)
-            counts = [one.targets[index] for index in one.answers]
             if len(counts) != len(spans):
                 counts = [True] * len(spans)
         else:
             spans = self._ends(text, [length for length, _ in shared[::2]])
-            counts = [one.targets[index] for index in one.answers]
             if len(spans) != len(counts):
                 return None
             for (_, stop), (length, before), (_, after) in zip(
@@ -252,18 +206,19 @@ class Renderer:
                     return None
         return (self._example(text, list(compress(spans, counts))),)
 
-    def _apart(self, one: Request) -> Examples:
-        """Return an example for each assistant turn that counts.
+    def _apart(
+        self, turns: Sequence[JsonObject], tools: list[Any] | None, counted: Sequence[int]
+    ) -> Examples:
+        """Return an example for each assistant turn that counts, given their indices.
 
         Raises: BadConversation when the template does not write a turn after its prompt.
         """
-        counted = [index for index in one.answers if one.targets[index]]
         asked: list[Asked] = [
             (text, []) for index in counted for text in ((index, True), (index + 1, False))
         ]
-        found = [text for text, _ in self._rendered(self._message(one.turns, one.tools, *asked))]
+        found = [text for text, _ in self._rendered(turns, tools, *asked)]
         return tuple(
-            self._answer(one.turns[index], index, _without_marks(prompt)[0], after)
+            self._answer(turns[index], index, _without_marks(prompt)[0], after)
             for index, prompt, after in zip(counted, found[::2], found[1::2], strict=True)
         )
 

@@ -1,28 +1,29 @@
-"""Import tokens that another tool wrote, in any of the formats of `token_formats`."""
+"""Import tokens: in any of the formats of `token_formats`, or from arrays."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flatout.data.prepare.pipeline import Prepared
 from flatout.data.prepare.request.options import NAMED, parse_rule
 from flatout.data.prepare.request.request import existing_dataset
 from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.token_formats import Documents, Piece, Reading, Tokens
+from flatout.data.store.manifest import SplitName
+from flatout.data.store.shards import Dataset
+from flatout.data.token_formats import Documents, Piece, Reading, Tokens, require_tokens
 from flatout.data.token_formats.find import Found, find_tokens
-from flatout.data.token_formats.meta_pickle import META, characters_in
 from flatout.data.tokenizers import Tokenizer, existing_tokenizer, kind_named
-from flatout.data.tokenizers.char import CharTokenizer
 from flatout.errors import DataError
-from flatout.progress import SILENT, Progress, Task
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import Array, expanded
 from flatout.storage.json_io import JsonObject
 
@@ -36,7 +37,7 @@ class ImportOptions:
     """How to read the tokens, and how to divide them."""
 
     tokenizer: str | None = None
-    """The tokenizer that made them. NanoGPT's meta.pkl may replace it."""
+    """The tokenizer that made them."""
     pattern: str | None = None
     """Regular expression that splits text, for an unknown .tiktoken file."""
     end_of_text: str | None = None
@@ -62,7 +63,7 @@ def import_tokens(
 
     Tokens are stored unchanged. A directory that already contains this dataset is left unchanged.
 
-    Memory: one chunk or one array of an .npz. Other files are mapped.
+    Memory: one chunk. Other files are mapped.
     Raises: DataError naming the file that is missing or unusable, or the token that is outside the
             vocabulary.
     """
@@ -83,11 +84,6 @@ def import_tokens(
         )
     known = _tokenizer(path, options, progress)
     first = found.train[0]
-    if options.documents == "stored" and first.format.documents != "stored":
-        raise DataError(
-            f"--documents stored: the format {first.name} does not store where documents end.",
-            fix="Use --documents end-of-text or chunk.",
-        )
     documents = options.documents or first.format.documents
     reading = Reading(known.vocab_size, options.dtype, options.field)
     train, val = (
@@ -109,8 +105,8 @@ def import_tokens(
         if found.left_out:
             progress.say(f"Not read: {', '.join(found.left_out[:3])}, for tests.")
         with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
-            written = _Written(writer, known, documents)
-            written.write(train, val, fraction, progress)
+            written = _Written(writer, known)
+            _write(written, train, val, fraction, documents, progress)
             written.check(path)
             if documents == "end-of-text" and not written.num_ends:
                 by_chunk = " With --documents chunk, each chunk is a document."
@@ -157,20 +153,12 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
     Raises: DataError when none is named and none is found, or it would have to be trained.
     """
     spec = options.tokenizer
-    meta = (path if path.is_dir() else path.parent) / META
-    characters = characters_in(meta) if spec in (None, CharTokenizer.kind) else None
-    if characters is not None:
-        progress.say(
-            f"The tokenizer is char, with the {len(characters)} characters in {meta}. No code in "
-            "that file is run."
-        )
-        return CharTokenizer(characters)
     if spec is None:
-        unread = f" {meta} lists no characters, and a pickle is never loaded." * meta.is_file()
         raise DataError(
-            f"{path} contains tokens, and it is not known which tokenizer made them.{unread}",
+            f"{path} contains tokens, and it is not known which tokenizer made them.",
             fix="Name it: --tokenizer FILE, or openai-community/gpt2 for GPT-2's tokens, or "
-            "ids:N for N ids without text.",
+            "ids:N for N ids without text. For nanoGPT's characters, prepare its input.txt with "
+            "`flatout prepare input.txt --tokenizer char`.",
         )
     kind = kind_named(spec)
     if kind is not None and kind.needs_corpus:
@@ -181,13 +169,99 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
     return existing_tokenizer(spec, options.pattern, options.end_of_text, progress=progress)
 
 
+def write_dataset(
+    out: Path | str,
+    train: Iterable[ArrayLike],
+    val: Iterable[ArrayLike],
+    *,
+    tokenizer: Tokenizer | Path | str,
+) -> Dataset:
+    """Write tokens from anywhere as a dataset, and return it.
+
+    `train` and `val` are arrays of integers, of which one at a time is in memory. A document ends
+    after each end-of-text token, and at the end of each array. `tokenizer` made the tokens: a
+    tokenizer.json, a .tiktoken file, a Hugging Face repository, byte, `ids:N` for N ids without
+    text, or a tokenizer of `flatout.data.tokenizers`.
+
+    Raises: DataError for other arrays, a token outside the vocabulary, a split without tokens, or
+            an `out` that is not empty.
+    """
+    known = tokenizer
+    if not isinstance(known, Tokenizer):
+        known = _tokenizer(Path(out), ImportOptions(str(tokenizer)), SILENT)
+    with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
+        written = _Written(writer, known)
+        for split, arrays in (("train", train), ("val", val)):
+            for number, array in enumerate(arrays):
+                tokens, where = np.asarray(array), f"{split}, array {number}"
+                if not tokens.size:
+                    continue
+                require_tokens(tokens.dtype, tokens.shape, where)
+                piece = Piece(tokens.reshape(-1), where)
+                for first, block in _blocks_of(piece, 0, tokens.size):
+                    ends = np.flatnonzero(block == known.eot_id) + 1
+                    if first + len(block) == tokens.size:
+                        ends = np.union1d(ends, len(block))
+                    written.append(split, block, ends, piece, first)
+            if not written.num_tokens[split]:
+                raise DataError(
+                    f"There are no tokens for {split}.",
+                    fix="Pass at least one array of tokens for each split.",
+                )
+        source: JsonObject = {"names": ["flatout.write_dataset"]}
+        writer.finish(tokenizer=known, source=source, split_rule=NAMED)
+    return Dataset.open(expanded(out))
+
+
+def _blocks_of(piece: Piece, start: int, stop: int) -> Iterator[tuple[int, Array]]:
+    """Yield the tokens start..stop of a piece in blocks, each with the index of its first."""
+    for first in range(start, stop, BLOCK_TOKENS):
+        yield first, np.asarray(piece.tokens[first : min(first + BLOCK_TOKENS, stop)])
+
+
+def _write(
+    written: _Written,
+    train: Sequence[Tokens],
+    val: Sequence[Tokens],
+    fraction: float,
+    documents: Documents,
+    progress: Progress,
+) -> None:
+    """Write all tokens. Without validation tokens, `fraction` of them, at the end, are."""
+    weight = sum(tokens.weight for tokens in train)
+    # in units of weight: of 10 chunks, 9.5 is the middle of the tenth
+    cut = math.inf if val else weight * (1 - fraction)
+    total = weight + sum(tokens.weight for tokens in val)
+    unit = train[0].unit
+    with progress.task(f"Importing {unit}", total=total, unit=unit) as task:
+
+        def write(split: SplitName, piece: Piece, start: int, stop: int) -> None:
+            size = len(piece.tokens)
+            for first, tokens in _blocks_of(piece, start, stop):
+                last = first + len(tokens)
+                ends = np.array([len(tokens)] if last == size else [], np.int64)
+                if documents == "end-of-text":
+                    ends = np.flatnonzero(tokens == written.tokenizer.eot_id) + 1
+                written.append(split, tokens, ends, piece, first)
+                task.advance(piece.weight * len(tokens) / size)
+
+        done = 0
+        for piece in chain.from_iterable(tokens.pieces() for tokens in train):
+            share = min(max((cut - done) / piece.weight, 0), 1)
+            size = int(share * len(piece.tokens))
+            write("train", piece, 0, size)
+            write("val", piece, size, len(piece.tokens))
+            done += piece.weight
+        for piece in chain.from_iterable(tokens.pieces() for tokens in val):
+            write("val", piece, 0, len(piece.tokens))
+
+
 class _Written:
     """Writes the splits, and counts their tokens and end-of-text tokens."""
 
-    def __init__(self, writer: DatasetWriter, tokenizer: Tokenizer, documents: Documents) -> None:
+    def __init__(self, writer: DatasetWriter, tokenizer: Tokenizer) -> None:
         self._splits = {"train": writer.train, "val": writer.val}
-        self._tokenizer = tokenizer
-        self._documents = documents
+        self.tokenizer = tokenizer
         self._bytes_of = np.array(
             [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
         )
@@ -197,50 +271,12 @@ class _Written:
         self.num_tokens = {"train": 0, "val": 0}
         self.num_ends = 0
 
-    def write(
-        self,
-        train: Sequence[Tokens],
-        val: Sequence[Tokens],
-        fraction: float,
-        progress: Progress,
-    ) -> None:
-        """Write all tokens. Without validation tokens, `fraction` of them, at the end, are."""
-        weight = sum(tokens.weight for tokens in train)
-        # in units of weight: of 10 chunks, 9.5 is the middle of the tenth
-        cut = math.inf if val else weight * (1 - fraction)
-        total = weight + sum(tokens.weight for tokens in val)
-        unit = train[0].unit
-        with progress.task(f"Importing {unit}", total=total, unit=unit) as task:
-            done = 0
-            for piece in chain.from_iterable(tokens.pieces() for tokens in train):
-                share = min(max((cut - done) / piece.weight, 0), 1)
-                size = int(share * len(piece.tokens))
-                self._append("train", piece, 0, size, task)
-                self._append("val", piece, size, len(piece.tokens), task)
-                done += piece.weight
-            for piece in chain.from_iterable(tokens.pieces() for tokens in val):
-                self._append("val", piece, 0, len(piece.tokens), task)
-
-    def _append(self, split: str, piece: Piece, start: int, stop: int, task: Task) -> None:
-        """Write the tokens start..stop of a piece, block by block."""
-        for first in range(start, stop, BLOCK_TOKENS):
-            last = min(first + BLOCK_TOKENS, stop)
-            tokens = np.asarray(piece.tokens[first:last])
-            _require_known(tokens, piece, first, self._tokenizer)
-            ends = self._ends(tokens, piece, first, last)
-            self._splits[split].append(tokens, ends, text_bytes=self._num_bytes(tokens))
-            self.num_ends += len(ends)
-            task.advance(piece.weight * len(tokens) / len(piece.tokens))
-        self.num_tokens[split] += stop - start
-
-    def _ends(self, tokens: Array, piece: Piece, first: int, last: int) -> Array:
-        """Return the positions in a block after each document's last token."""
-        if self._documents == "end-of-text":
-            return np.flatnonzero(tokens == self._tokenizer.eot_id) + 1
-        if self._documents == "stored" and piece.ends is not None:
-            low, high = np.searchsorted(piece.ends, (first, last), side="right")
-            return piece.ends[low:high] - first
-        return np.array([len(tokens)] if last == len(piece.tokens) else [], np.int64)
+    def append(self, split: str, tokens: Array, ends: Array, piece: Piece, first: int) -> None:
+        """Write tokens of a piece, from index `first` on. `ends` are of documents in them."""
+        _require_known(tokens, piece, first, self.tokenizer)
+        self._splits[split].append(tokens, ends, text_bytes=self._num_bytes(tokens))
+        self.num_tokens[split] += len(tokens)
+        self.num_ends += len(ends)
 
     def _num_bytes(self, tokens: Array) -> int:
         """Return the UTF-8 bytes that tokens decode to. 0 if they are unknown.
@@ -248,8 +284,8 @@ class _Written:
         The first call decodes the tokens to verify the count.
         """
         if self._knows_bytes is None:
-            text = tokens[tokens != self._tokenizer.eot_id]
-            decoded = self._tokenizer.decode_bytes(text.tolist())
+            text = tokens[tokens != self.tokenizer.eot_id]
+            decoded = self.tokenizer.decode_bytes(text.tolist())
             self._knows_bytes = len(decoded) == int(self._bytes_of[text].sum())
         return int(self._bytes_of[tokens].sum()) if self._knows_bytes else 0
 

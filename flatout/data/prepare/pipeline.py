@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Unpack
 
 from flatout.config.registry import unknown_name
-from flatout.data.prepare.join import (
-    check_files,
-    find_duplicates,
-    first_dropped,
-    join,
-    without_dropped,
-)
+from flatout.data.prepare.join import check_files, join
 from flatout.data.prepare.pack.range_files import (
     RangeRecord,
     count_skipped,
@@ -227,14 +221,6 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
     for record in records:
         for rows in record.skipped:
             count_skipped(skipped, rows.reason, rows.first, rows.count)
-    dropped = None
-    if request.options.duplicates == "drop":
-        with request.progress.task("Looking for duplicates"):
-            dropped = find_duplicates(work, records, plan)
-            first = first_dropped(plan, dropped)
-            records = without_dropped(work, records, dropped)
-        if count := sum(int(flags.sum()) for flags in dropped.values()):
-            count_skipped(skipped, "duplicate document", first, count)
     error = _empty_split(records, request, plan.rule, skipped)
     if error is not None:
         work.clear()
@@ -247,7 +233,6 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
             source=request.source,
             split_rule=plan.rule,
             skipped=[rows.named() for rows in skipped],
-            dropped=dropped,
         )
 
 

@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from flatout.data.conversation.rendering import Examples, Request
-from flatout.data.conversation.turns import BadConversation
+from flatout.data.conversation.rendering import Examples
 from flatout.data.sources.input_file import InputFile
 from flatout.data.sources.long import Text
 from flatout.data.sources.packed import open_bytes
@@ -26,10 +25,6 @@ from flatout.storage.remote.urls import is_url
 
 FIRST_NAMED = 10
 """Number of rows named among those omitted for the same reason."""
-RENDERED_ROWS = 64
-"""Conversations that are rendered at once: a separate process renders them."""
-RENDERED_BYTES = 1 << 20
-"""Bytes of conversations after which no other is added to those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +58,6 @@ class Document:
     """Text before the document, excluded from the loss."""
     examples: Examples = ()
     """The examples of a conversation, and `text` is that of all. Empty for other documents."""
-    request: Request | None = None
-    """A conversation that `ReadTask.rows` renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,63 +123,14 @@ class ReadTask:
         yield from self.skipped
         found = enumerate(self.read(*self.arguments))
         rows = (Document(row, f"document {i}") if isinstance(row, str) else row for i, row in found)
-        for document in _rendered(rows):
+        for document in rows:
             if isinstance(document, Document) and not document.text:
                 yield LeftOut("empty document", document.location)
             else:
                 yield document
 
 
-def _rendered(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows with rendered conversations."""
-    for batch in _batches(rows):
-        requests = [row.request for row in batch if isinstance(row, Document) and row.request]
-        found = requests[0].renderer.examples(requests) if requests else iter(())
-        for row in batch:
-            if isinstance(row, Document) and row.request:
-                yield _conversation(row, next(found))
-            else:
-                yield row
-
-
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yield rows in lists. A list has several only if conversations are among them."""
-    batch: list[Row] = []
-    num_bytes = 0
-    for row in rows:
-        batch.append(row)
-        num_bytes += len(row.request.message) if isinstance(row, Document) and row.request else 0
-        if not num_bytes or num_bytes >= RENDERED_BYTES or len(batch) == RENDERED_ROWS:
-            yield batch
-            batch, num_bytes = [], 0
-    yield batch
-
-
-def _conversation(row: Row, examples: Examples | DataError) -> Row:
-    """Return a rendered conversation as a document, or the bad row when there is an error."""
-    if isinstance(examples, BadConversation):
-        return BadRow(examples.what, examples.fix, examples.reason, row.location)
-    if isinstance(examples, DataError):
-        what = f"cannot be rendered: {examples.what.removesuffix('.')}"
-        return BadRow(what, examples.fix, "the chat template fails", row.location)
-    text = "".join(example.text for example in examples)
-    return Document(text, row.location, examples=examples)
-
-
 Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
-
-
-def require_counts(source: str, **counts: tuple[object, int]) -> None:
-    """Check that parameters of a source are integers, each of at least its minimum.
-
-    Raises: DataError.
-    """
-    for name, (value, least) in counts.items():
-        if type(value) is not int or value < least:
-            raise DataError(
-                f"{source}: {name}={value!r} is not allowed.",
-                fix=f"Set {name} to an integer of at least {least}.",
-            )
 
 
 def read_tasks_of(source: Source, name: str, parameters: JsonObject) -> list[ReadTask]:

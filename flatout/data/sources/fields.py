@@ -24,7 +24,7 @@ from flatout.data.conversation.turns import (
     turns_of_instruction,
 )
 from flatout.data.sources import BadRow, Document, Location, Row
-from flatout.errors import in_shell
+from flatout.errors import DataError, in_shell
 from flatout.storage.json_io import JsonObject
 
 ROW_BYTES = 8 << 20
@@ -122,7 +122,7 @@ def document(row: Any, fields: Fields, where: Location) -> Row:
 
 
 def _conversation(row: JsonObject, fields: Fields, chat: Renderer, where: Location) -> Row:
-    """Return the conversation of a row, or the bad row when it has none."""
+    """Return the rendered conversation of a row, or the bad row when there is none."""
     turns = value_at(row, fields.text)
     if turns is _MISSING:
         return replace(no_field(where, fields.text, [], "--text-field"), fix=_CHAT_FORMS)
@@ -131,10 +131,13 @@ def _conversation(row: JsonObject, fields: Fields, chat: Renderer, where: Locati
             turns = turns_of_instruction(row)
         elif COMPLETION in fields.beside:
             turns = turns_of_completion(row)
-        request = chat.request(read_conversation(turns, row))
+        examples = chat.examples(read_conversation(turns, row))
     except BadConversation as error:
         return BadRow(error.what, error.fix, error.reason, where)
-    return Document("", where, request=request)
+    except DataError as error:
+        what = f"cannot be rendered: {error.what.removesuffix('.')}"
+        return BadRow(what, error.fix, "the chat template fails", where)
+    return Document("".join(one.text for one in examples), where, examples=examples)
 
 
 def no_text(where: Location, field: str, turns: str) -> BadRow:

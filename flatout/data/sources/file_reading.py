@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 
 from flatout.data.sources import BadRow, Document, Row
-from flatout.data.sources.fields import Fields, too_long
+from flatout.data.sources.fields import Fields
 from flatout.data.sources.input_file import Piece
-from flatout.data.sources.json_files import JSON_SUFFIXES, read_json
 from flatout.data.sources.local import suffix_of
 from flatout.data.sources.long import decoded, measure
 from flatout.data.sources.packed import (
     CANNOT_BE_READ,
     NotHandedOut,
     Unread,
-    import_package,
     open_bytes,
     unreadable,
 )
@@ -26,11 +23,8 @@ from flatout.data.sources.tables import TABLE_SUFFIXES, read_table
 
 LONG_BYTES = 8 << 20
 """A longer text file is read in chunks instead of being loaded into memory."""
-HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
-PAGE_BYTES = 32 << 20
-"""A page is parsed as a whole. A longer one is a bad row."""
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
-_WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
+_WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | {".json"}
 _CONVERTIBLE = {
     ".ipynb": ("a Jupyter notebook", "`jupyter nbconvert --to markdown FILE`"),
     ".rtf": ("an RTF document", "`pandoc FILE -t plain -o FILE.txt`"),
@@ -38,8 +32,16 @@ _CONVERTIBLE = {
     ".odt": ("an OpenDocument text", "`pandoc FILE -t plain -o FILE.txt`"),
     ".epub": ("an EPUB book", "`pandoc FILE -t plain -o FILE.txt`"),
     ".pdf": ("a PDF", "`pdftotext FILE`"),
+    **dict.fromkeys(
+        (".html", ".htm", ".xhtml"), ("an HTML page", "`trafilatura < FILE.html > FILE.txt`")
+    ),
+    ".json": (
+        "JSON",
+        "`jq -c '.[]' FILE.json > FILE.jsonl` (if each line is an object, `mv FILE.json "
+        "FILE.jsonl`)",
+    ),
 }
-"""Unsupported formats by suffix, with a command that converts them to text."""
+"""Unsupported formats by suffix, with a command that converts them to text or JSONL."""
 
 
 def is_jsonl(name: str) -> bool:
@@ -53,7 +55,7 @@ def is_parquet(name: str) -> bool:
 
 
 def holds_rows(name: str) -> bool:
-    """Return whether a file of this name contains rows."""
+    """Return whether a file of this name contains rows, also if it has to be converted first."""
     return suffix_of(name) in _WITH_ROWS
 
 
@@ -87,14 +89,10 @@ def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
         return read_rows(path, piece.start, piece.end or 0, fields)
     if suffix in TABLE_SUFFIXES:
         return read_table(path, suffix, fields)
-    if suffix in JSON_SUFFIXES:
-        return read_json(path, fields)
-    if suffix in HTML_SUFFIXES:
-        return [read_html(path)]
     if suffix in _CONVERTIBLE:
         name, command = _CONVERTIBLE[suffix]
         fix = (
-            f"Convert it to text, for example with {command}, and name the result, "
+            f"Convert it, for example with {command}, and name the result, "
             "or skip such files with --on-bad-row skip."
         )
         return [BadRow(f"is {name}, not text", fix, f"{suffix} file", path)]
@@ -109,28 +107,3 @@ def read_text(path: str) -> Row:
     with open_bytes(path) as file:
         data = file.read(LONG_BYTES + 1)
     return Document(measure(path) if len(data) > LONG_BYTES else decoded(data, path), path)
-
-
-def read_html(path: str) -> Row:
-    """Return the text of a page, without markup, scripts and styles, as one document.
-
-    resiliparse is made for training corpora, separates paragraphs from preformatted text, bounds
-    the time spent on deeply nested pages, and is licensed under Apache-2.0.
-    """
-    with open_bytes(path) as file:
-        data = file.read(PAGE_BYTES + 1)
-    if len(data) > PAGE_BYTES:
-        return too_long(path, PAGE_BYTES)
-    return Document(_package(path).extract_plain_text(decoded(data, path), alt_texts=False), path)
-
-
-def require_html(path: str) -> None:
-    """Check that resiliparse is installed.
-
-    Raises: MissingPackage with its install line.
-    """
-    _package(path)
-
-
-def _package(path: str) -> ModuleType:
-    return import_package("resiliparse.extract.html2text", path, extra="html")

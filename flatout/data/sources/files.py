@@ -1,6 +1,6 @@
 """Files, local or remote, compressed or not.
 
-Text and HTML are one document per file. JSONL, JSON, CSV and Parquet are one document per row.
+Text is one document per file. JSONL, CSV and Parquet are one document per row.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from flatout.data.conversation.rendering import Renderer
 from flatout.data.sources import FIRST_NAMED, LeftOut, ReadTask
 from flatout.data.sources.fields import Fields
 from flatout.data.sources.file_reading import (
-    HTML_SUFFIXES,
     ROW_SUFFIXES,
     holds_rows,
     is_jsonl,
     is_parquet,
     read_pieces,
-    require_html,
 )
 from flatout.data.sources.input_file import InputFile, Piece, fingerprint
-from flatout.data.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
+from flatout.data.sources.local import Wanted, find_local, full_suffix_of, is_hidden
 from flatout.data.sources.packed import is_packed, require_opener
 from flatout.data.sources.parquet import PARQUET_SUFFIXES, cut_parquet, require_parquet
 from flatout.errors import DataError
@@ -66,17 +64,15 @@ def files(
         require_opener(file.path)
         if is_parquet(file.name):
             require_parquet(file.path)
-        elif suffix_of(file.name) in HTML_SUFFIXES:
-            require_html(file.path)
     if mask_field is not None and not any(holds_rows(file.name) for file in found):
         raise DataError(
             f"{path} has no rows, so it has no field {mask_field!r}.",
-            fix="Remove --mask-field, or name JSONL, JSON, CSV or Parquet.",
+            fix="Remove --mask-field, or name JSONL, CSV or Parquet.",
         )
     if chat is not None and not any(holds_rows(file.name) for file in found):
         raise DataError(
             f"{path} has no rows, so it contains no chat data.",
-            fix="Remove --chat, or name JSONL, JSON or Parquet.",
+            fix="Remove --chat, or name JSONL or Parquet.",
         )
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(PARALLEL_FILES) as threads:

@@ -7,10 +7,12 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from flatout.data.sources.encodings import converting, explain
 from flatout.data.sources.packed import Unread, open_bytes, unreadable
-from flatout.errors import DataError
+from flatout.errors import DataError, in_shell
+from flatout.storage.recognised import recognise
+from flatout.storage.remote.urls import is_url
 
 CHUNK_BYTES = 1 << 20
 """Bytes read at a time. A chunk of text has at most this many characters."""
@@ -187,11 +189,23 @@ def _require_text(path: str, text: str) -> None:
         f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL. "
         f"It looks like {guess}."
     )
-    raise NotUtf8(what, fix=converting(path, guess))
+    raise NotUtf8(what, fix=_conversion(path, guess))
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
-    """Return the error for a byte that is not UTF-8, with a likely encoding of the file."""
-    more, fix = explain(path, offset)
-    what = f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}."
-    return NotUtf8(what, fix=fix)
+    """Return the error for a byte that is not UTF-8, with the command that converts the file."""
+    what = f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}"
+    known = None if is_url(path) else recognise(Path(path))
+    if known is not None:
+        return NotUtf8(f"{what}. It is {known.name}.", fix=known.fix)
+    has_mark = offset == 0 and byte in (0xFE, 0xFF)
+    return NotUtf8(f"{what}.", fix=_conversion(path, "UTF-16" if has_mark else "CP1252"))
+
+
+def _conversion(path: str, encoding: str) -> str:
+    """Return the fix that converts a file from an encoding."""
+    converted = in_shell(str(Path(path).with_suffix(f".utf8{Path(path).suffix}")))
+    return (
+        f"If it is {encoding}, convert it with `iconv -f {encoding} -t UTF-8 {in_shell(path)} > "
+        f"{converted}` and name the new file, or skip such documents with --on-bad-row skip."
+    )

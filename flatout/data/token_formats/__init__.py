@@ -17,8 +17,8 @@ from flatout.errors import DataError
 from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
 
-Documents = Literal["end-of-text", "stored", "chunk"]
-"""Where documents end: at end-of-text tokens, where the format has them, or with each chunk."""
+Documents = Literal["end-of-text", "chunk"]
+"""Where documents end: at end-of-text tokens, or with each piece of tokens."""
 FIELDS = ("input_ids", "tokens", "token_ids", "ids")
 """Usual names of the field that contains the tokens."""
 DTYPES = ("uint16", "uint32", "uint64", "int16", "int32", "int64", "uint8")
@@ -49,9 +49,6 @@ class Piece:
     """Where they come from, for messages: a path."""
     weight: int = 1
     """Its share of `Tokens.weight`."""
-    ends: Array | None = None
-    """The positions in `tokens` after each document's last token. None if unknown.
-    """
 
 
 @dataclass(frozen=True)

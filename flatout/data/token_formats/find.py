@@ -14,7 +14,7 @@ from flatout.storage.recognised import recognise
 
 _SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|test)(?=[_.-]|$)")
 VALIDATION = {"val", "valid", "validation"}
-EXAMPLES = "train.bin, tokens.npy, tokens.npz, NAME.bin with NAME.idx, index.json, chunk_000000.pt"
+EXAMPLES = "train.bin, tokens.npy, chunk_000000.pt"
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,19 @@ def _found(path: Path, form: str | None) -> Found:
     if not path.is_dir():
         raise _unknown(path)
     inside = [_input(entry, form) for entry in sorted(path.iterdir()) if entry.name[0] != "."]
-    # the index of Megatron and the file that it describes are one input
-    inputs = {found.files: found for found in inside if found is not None}
+    inputs = [found for found in inside if found is not None]
     if not inputs:
         raise _unknown(path)
-    formats = sorted({found.name for found in inputs.values()})
+    formats = sorted({found.name for found in inputs})
     if len(formats) > 1:
-        examples = {found.name: found.path.name for found in inputs.values()}
+        examples = {found.name: found.path.name for found in inputs}
         shown = " and ".join(f"{examples[name]} ({name})" for name in formats[:2])
         raise DataError(
             f"{path} contains tokens in several formats: {shown}.",
             fix="Name one of the files, or the format: --format NAME.",
         )
     by_split: dict[str, list[Input]] = {}
-    for found in inputs.values():
+    for found in inputs:
         match = _SPLIT.search(found.path.name.lower())  # the first such word. Else it is training
         word = match[1] if match else "train"
         split = "val" if word in VALIDATION else "test" if word == "test" else "train"
@@ -127,7 +126,9 @@ def _unknown(path: Path) -> DataError:
     """Return the error for a path without tokens."""
     known = recognise(path)
     if known is not None:
-        return DataError(known.instead_of("tokens that another tool wrote"), fix=known.fix)
+        return DataError(
+            known.instead_of("tokens in a format that `flatout import` reads"), fix=known.fix
+        )
     if not path.exists():
         return DataError(
             f"There is no file or directory {path}.",

@@ -1,11 +1,9 @@
-"""NumPy arrays: .npy, and .npz with one or several arrays."""
+"""NumPy arrays of numpy.save: .npy."""
 
 from __future__ import annotations
 
 import math
-import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +16,6 @@ from flatout.data.token_formats import (
     Tokens,
     damaged,
     require_tokens,
-    tokens_field,
 )
 from flatout.errors import DataError
 
@@ -27,8 +24,8 @@ _PICKLED = (b"\x80", b"(", b"]", b"}")
 
 
 def takes(path: Path) -> bool:
-    """Return whether a path is an .npy or .npz file."""
-    return path.suffix.lower() in (".npy", ".npz") and path.is_file()
+    """Return whether a path is an .npy file."""
+    return path.suffix.lower() == ".npy" and path.is_file()
 
 
 def open_numpy(path: Path, reading: Reading) -> Tokens:
@@ -36,13 +33,6 @@ def open_numpy(path: Path, reading: Reading) -> Tokens:
 
     Raises: DataError when it is damaged, needs a pickle, or does not contain integers.
     """
-    return _open_archive(path, reading) if path.suffix.lower() == ".npz" else _open_array(path)
-
-
-FORMAT = TokenFormat(takes=takes, files=lambda path: (path,), open=open_numpy)
-
-
-def _open_array(path: Path) -> Tokens:
     with path.open("rb") as file:
         shape, dtype = _header(file, str(path))
         offset = file.tell()
@@ -56,36 +46,13 @@ def _open_array(path: Path) -> Tokens:
         tokens = np.memmap(path, dtype, "r", offset=offset, shape=(count,))
         yield Piece(tokens, str(path), weight=count)
 
-    return Tokens(count, "tokens", pieces, note=_rows(path, shape))
+    note = None
+    if len(shape) > 1:
+        note = f"{path.name} has {shape[0]:,} rows of {shape[1]:,} tokens, which follow each other."
+    return Tokens(count, "tokens", pieces, note=note)
 
 
-def _open_archive(path: Path, reading: Reading) -> Tokens:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".npy")]
-            arrays = [name.removesuffix(".npy") for name in names]
-            chosen = tokens_field(arrays, reading, path, "array")
-            with archive.open(f"{chosen}.npy") as file:
-                shape, dtype = _header(file, f"{path}, array {chosen!r},")
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        raise damaged(path, f"cannot be read as a NumPy archive: {error}") from error
-    count = math.prod(shape)
-    if not count:
-        raise damaged(path, f"contains no tokens in {chosen!r}")
-
-    def pieces() -> Iterator[Piece]:
-        num_bytes = count * dtype.itemsize
-        try:
-            with zipfile.ZipFile(path) as archive, archive.open(f"{chosen}.npy") as file:
-                _header(file, str(path))
-                content = file.read(num_bytes)
-        except (zlib.error, zipfile.BadZipFile, EOFError) as error:
-            raise damaged(path, f"cannot be decompressed: {error}") from error
-        if len(content) < num_bytes:
-            raise damaged(path, "is truncated")
-        yield Piece(np.frombuffer(content, dtype), str(path), count)
-
-    return Tokens(count, "tokens", pieces, note=_rows(path, shape))
+FORMAT = TokenFormat(takes=takes, files=lambda path: (path,), open=open_numpy)
 
 
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
@@ -108,7 +75,7 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
             else np.lib.format.read_array_header_2_0
         )
         shape, in_columns, dtype = read(file)
-    except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError) as error:
         raise damaged(where, "is not a NumPy array, or its header is damaged") from error
     require_tokens(dtype, shape, where)
     if in_columns and len(shape) > 1:
@@ -117,9 +84,3 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
             fix="Save it in rows: numpy.save(path, numpy.ascontiguousarray(tokens)).",
         )
     return shape, dtype
-
-
-def _rows(path: Path, shape: Sequence[int]) -> str | None:
-    if len(shape) == 1:
-        return None
-    return f"{path.name} has {shape[0]:,} rows of {shape[1]:,} tokens, which follow each other."

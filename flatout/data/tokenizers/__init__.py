@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,21 +22,14 @@ from flatout.data.tokenizers.base import (
     Document,
     Sample,
     TokenizerFile,
+    is_panic,
 )
 from flatout.data.tokenizers.base import Tokenizer as Tokenizer
-from flatout.data.tokenizers.check import (
-    MEMORY_BYTES,
-    REFUSED,
-    encode_texts,
-    require_usable,
-)
 from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
-from flatout.errors import DataError
+from flatout.errors import DataError, FlatoutError
 from flatout.progress import SILENT, Progress
-from flatout.storage.cache import default_cache
 from flatout.storage.files import expanded
-from flatout.storage.process_limits import bound_memory, cpu_bounded
 from flatout.storage.recognised import recognise
 
 RESTORE = (
@@ -222,8 +214,6 @@ def load_tokenizer(
         return parse_tokenizer(data, name, end_of_text=end_of_text, named=named, stated=stated)
     file = TokenizerFile(name, data, pattern=pattern)
     tokenizer: Tokenizer = TOKENIZERS.get(kind).from_file(file)
-    if not tokenizer.proven:
-        require_usable(tokenizer.text.encode(), name, cache=default_cache())
     return tokenizer
 
 
@@ -261,9 +251,6 @@ def parse_tokenizer(
         ) from error
     if not isinstance(document, dict):
         raise DataError(f"{name} is not a tokenizer.", fix=_FILES)
-    kind, description = _kind_of(document)
-    if kind is not None and not kind.is_proven(description):
-        require_usable(data, name, cache=default_cache())
     if document.get("format") == FORMAT:
         return _restored(document, name)
     file = TokenizerFile(name, data, document, None, end_of_text, named, stated)
@@ -271,48 +258,21 @@ def parse_tokenizer(
     return tokenizer
 
 
-def _kind_of(document: Document) -> tuple[type[Tokenizer] | None, Document]:
-    """Return the kind of a parsed JSON file and its description. None for an unknown kind."""
-    if document.get("format") != FORMAT:
-        return TOKENIZERS.get(_JSON_KIND), {"tokenizer": document}
-    kind = document.get("kind")
-    return TOKENIZERS.get(kind) if kind in TOKENIZERS.names() else None, document
-
-
-def try_out(name: str, cpu_s: float) -> int:
-    """Load a tokenizer from standard input, encode texts, print any error, return the exit code.
-
-    `require_usable` runs this in another process.
-    """
-    document = json.load(sys.stdin.buffer)
-    kind, description = _kind_of(document)
-    bound_memory(MEMORY_BYTES)
-    with cpu_bounded(cpu_s):
-        try:
-            if document.get("format") == FORMAT:
-                tokenizer = _restored(document, name)
-            else:
-                tokenizer = TOKENIZERS.get(_JSON_KIND).to_try_out(
-                    TokenizerFile(name, document=document)
-                )
-            encode_texts(tokenizer, kind.strings_in(description) if kind else (), name)
-        except DataError as error:
-            print(json.dumps({"what": error.what, "fix": error.fix}))
-            return REFUSED
-    return 0
-
-
 def _restored(document: Document, name: str) -> Tokenizer:
-    version, (kind, _) = document.get("format_version"), _kind_of(document)
-    if not isinstance(version, int) or version > FORMAT_VERSION or kind is None:
+    version, kind = document.get("format_version"), document.get("kind")
+    is_known = isinstance(version, int) and version <= FORMAT_VERSION
+    if not is_known or kind not in TOKENIZERS.names():
         raise DataError(
-            f"{name} contains a tokenizer of format_version {version}, "
-            f"kind {document.get('kind')!r}.",
+            f"{name} contains a tokenizer of format_version {version}, kind {kind!r}.",
             fix="Install a newer flatout.",
         )
     try:
-        return kind.from_document(document)
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        tokenizer: Tokenizer = TOKENIZERS.get(kind).from_document(document)
+    except BaseException as error:
+        is_failure = isinstance(error, Exception) or is_panic(error)
+        if isinstance(error, FlatoutError) or not is_failure:
+            raise
         raise DataError(
             f"{name} is a damaged tokenizer file: {error!r}.", fix="Prepare the dataset again."
         ) from error
+    return tokenizer

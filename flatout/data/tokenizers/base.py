@@ -7,7 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, pairwise
@@ -126,20 +126,8 @@ class Tokenizer(ABC):
     vocab_size: int
     eot_id: int
     """End-of-text, which packing appends to each document."""
-    proven = True
-    """Whether the length of a text bounds the time and memory of encoding it, whatever it contains.
-
-    Otherwise the bound depends on the content of the tokenizer file.
-    """
     has_text: ClassVar[bool] = True
     """Whether ids stand for text, so that the bytes of a text can be counted."""
-    splits_all_text = False
-    """Whether its pattern must match all of a text, so that decoding restores the text exactly.
-
-    Other tokenizers may normalise text.
-    """
-    limits: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context manager that limits the work on each piece of a text."""
 
     @classmethod
     def from_corpus(
@@ -157,16 +145,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def from_document(cls, document: Document) -> Self:
         """Return the tokenizer that `document` describes."""
-
-    @classmethod
-    def is_proven(cls, document: Document) -> bool:
-        """Return the value that `proven` will have for `document`, without loading it."""
-        return True
-
-    @classmethod
-    def strings_in(cls, document: Document) -> Iterator[str]:
-        """Yield strings of `document` to try the tokenizer on."""
-        return iter(())
 
     @abstractmethod
     def document(self) -> Document:
@@ -231,9 +209,7 @@ class Tokenizer(ABC):
                 ids, start = piece
                 yield ids
             pending, offset = text[start:], offset + start
-        with self.limits():
-            ids = self.encode_piece(pending, offset)
-        yield ids
+        yield self.encode_piece(pending, offset)
 
     def _next_piece(self, text: str, start: int, offset: int) -> tuple[Ids, int] | None:
         """Return the ids of the piece that starts at `start`, and its end.
@@ -241,12 +217,11 @@ class Tokenizer(ABC):
         None when the rest of the text may be one piece.
         """
         longest, first = start + MAX_PIECE_CHARACTERS, start + PIECE_CHARACTERS
-        with self.limits():
-            cut = None
-            if first < len(text):
-                cut = self.next_cut(text, first, min(longest, len(text)))
-            if cut is not None:
-                return self.encode_piece(text[start:cut], offset + start), cut
+        cut = None
+        if first < len(text):
+            cut = self.next_cut(text, first, min(longest, len(text)))
+        if cut is not None:
+            return self.encode_piece(text[start:cut], offset + start), cut
         if longest + LOOKAHEAD_CHARACTERS < len(text):
             raise NotEncodable(
                 f"The tokenizer {self.name!r} cannot cut the text anywhere in the "

@@ -70,6 +70,8 @@ TRAINING_BYTES = 8_000_000
 TRAINING_PIECE_CHARACTERS = 1 << 15
 MAX_TRAINING_PIECE_CHARACTERS = 1 << 16
 VOCABULARY_SIZES = range(258, 1_000_001)
+_MIXED = "Don't 12a\tb\r\n\n c\u0301\u200d\x00 _+=1;//!\u3000日本👍🏽 "
+"""Characters of every class, which the pattern of a file must match."""
 _WHOLE_FILE = "Use a complete .tiktoken file."
 STOP_S = 1.0
 """How long an interrupted caller waits for the thread to notice.
@@ -111,7 +113,6 @@ class RankTokenizer(Tokenizer):
 
     kind: ClassVar[str] = "bpe"
     needs_corpus = True
-    splits_all_text = True
 
     def __init__(
         self, name: str, pieces: Sequence[bytes | None], pattern: str, eot_id: int
@@ -124,7 +125,7 @@ class RankTokenizer(Tokenizer):
         self.eot_id = eot_id
         self.vocab_size = max(len(pieces), eot_id + 1)
         require_ids(name, self.vocab_size if eot_id >= 0 else eot_id + 1)
-        self.proven = pattern in SCHEMES
+        self._is_known = pattern in SCHEMES
         self._bytes = [UNKNOWN if piece is None else piece for piece in pieces]
         self._bytes += [UNKNOWN] * (self.vocab_size - len(pieces))
         self._bytes[eot_id] = END_OF_TEXT.encode()
@@ -156,7 +157,8 @@ class RankTokenizer(Tokenizer):
     def from_file(cls, file: TokenizerFile) -> Self:
         """Return the tokenizer in a .tiktoken file: one id per line, as base64 and rank.
 
-        Raises: DataError when it is not one, or its pattern is neither known nor given.
+        Raises: DataError when it is not one, or its pattern is neither known nor given, cannot be
+                used, or omits text.
         """
         if file.pattern == "":
             raise DataError(
@@ -175,18 +177,26 @@ class RankTokenizer(Tokenizer):
         pieces = [ranks.get(rank) for rank in range(max(ranks) + 1)]
         if known is not None:
             return cls(known.name, pieces, file.pattern or known.pattern, known.eot_id)
-        return cls(file.stem, pieces, str(file.pattern), len(pieces))
+        made = cls(file.stem, pieces, str(file.pattern), len(pieces))
+        fix = "Correct --pattern: it must match every part of a text, and never the empty string."
+        try:
+            decoded = _MIXED if made._is_known else made.decode(made.encode(_MIXED))
+        except NotEncodable as error:
+            what = f"The pattern of the tokenizer {made.name!r} cannot be used: {error.what}"
+            raise DataError(what, fix=fix) from error
+        if decoded != _MIXED:
+            raise DataError(
+                f"The pattern of the tokenizer {made.name!r} omits text: {_MIXED!a} is decoded as "
+                f"{decoded!a}.",
+                fix=fix,
+            )
+        return made
 
     @classmethod
     def from_document(cls, document: Document) -> Self:
         """Return the tokenizer that `document` describes."""
         pieces = [None if piece is None else a2b_base64(piece) for piece in document["pieces"]]
         return cls(str(document["name"]), pieces, str(document["pattern"]), int(document["eot_id"]))
-
-    @classmethod
-    def is_proven(cls, document: Document) -> bool:
-        """Return whether the pattern is a known one."""
-        return document.get("pattern") in SCHEMES
 
     def document(self) -> Document:
         """Return the pattern, the end-of-text id, and every piece as base64."""
@@ -212,7 +222,7 @@ class RankTokenizer(Tokenizer):
             return gigatoken_of_ranks(self.pieces, SCHEMES[self.pattern])
         ranks = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
         try:
-            pattern = grouped(self.pattern) if self.proven else self.pattern
+            pattern = grouped(self.pattern) if self._is_known else self.pattern
             return tiktoken_of(self.name, ranks, pattern)
         except BaseException as error:
             if not isinstance(error, ValueError) and not is_panic(error):
@@ -236,7 +246,7 @@ class RankTokenizer(Tokenizer):
 
     def next_cut(self, text: str, start: int, end: int) -> int | None:
         """Return the next position that no token crosses, by proof or by trial."""
-        if self.proven:
+        if self._is_known:
             return known_cut(text, start, end)
         return confirmed_cut(self.encoder, text, start, end)
 

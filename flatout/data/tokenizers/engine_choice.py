@@ -8,13 +8,16 @@ message. It is never an error.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
 from flatout.data.tokenizers.base import Ids, Tokenizer
-from flatout.data.tokenizers.check import keep_verdict, verdict_path
 from flatout.data.tokenizers.engines import versioned
 from flatout.errors import DataError, FlatoutError
 from flatout.progress import Progress
@@ -49,13 +52,15 @@ def choose_engine(tokenizer: Tokenizer, sample: Iterable[str], progress: Progres
             name = versioned(engine)
             candidate.encode_piece("", 0)
             versions = [name, versioned(slowest)]
-            verdict = verdict_path(default_cache(), "same ids", digest, *versions)
+            verdict = _verdict_path(digest, *versions)
             vocabulary = () if verdict.is_file() else _vocabulary(reference)
             reason = difference(candidate, reference, chain(vocabulary, texts))
         except FlatoutError as error:
             reason = error.what.rstrip(".")
         if not reason:
-            keep_verdict(verdict, versions)
+            with suppress(OSError):  # the vocabulary is compared again next time
+                verdict.parent.mkdir(parents=True, exist_ok=True)
+                verdict.write_text(json.dumps({"engines": versions}) + "\n", encoding="utf-8")
             size = sum(len(text.encode()) for text in texts) / 1e6
             same = f"encodes with {name} (same ids as {slowest} on {size:.1f} MB of this text)."
             progress.say(_sentence(skipped, same))
@@ -63,6 +68,12 @@ def choose_engine(tokenizer: Tokenizer, sample: Iterable[str], progress: Progres
         skipped.append(reason)
     progress.say(_sentence(skipped, f"encodes with {slowest}."))
     return reference
+
+
+def _verdict_path(*facts: str) -> Path:
+    """Return the path of the file that exists once engines gave equal ids for a vocabulary."""
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return default_cache().expanduser() / "tokenizers" / f"{key[:32]}.json"
 
 
 def _sentence(skipped: list[str], choice: str) -> str:

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -54,9 +54,6 @@ USUAL_NAMES = (
 """Usual names of the end-of-text token, most likely first."""
 UNUSED = {"post_processor": None, "truncation": None, "padding": None}
 """Parts of a tokenizer.json that flatout does not apply. They may be nested without limit."""
-MAX_STRINGS = 256
-"""The maximum number of a file's own strings to try it on."""
-MAX_STRING_CHARACTERS = 5_000
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -80,7 +77,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eot_id = eot_id
         self.named = dict(named or {})
         """Special tokens by the names that tools give them, such as bos_token."""
-        self.proven = _is_proven(definition)
         self.vocab_size = self._largest_id() + 1
         require_ids(name, self.vocab_size)
 
@@ -128,39 +124,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return cls(file.stem, definition | {"added_tokens": added}, vocabulary[token], named)
 
     @classmethod
-    def to_try_out(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
-        """Return the tokenizer of a parsed tokenizer.json, with an arbitrary id as end-of-text.
-
-        Raises: DataError when it is not one.
-        """
-        definition = file.document or {}
-        _vocabulary_of(definition, file.name)
-        return cls(file.name, definition, 0)
-
-    @classmethod
     def from_document(cls, document: Document) -> Self:
         """Return the tokenizer that `document` describes."""
         definition, named = dict(document["tokenizer"]), document.get("named")
         return cls(str(document["name"]), definition, int(document["eot_id"]), named)
-
-    @classmethod
-    def is_proven(cls, document: Document) -> bool:
-        """Return whether the model is a byte-level BPE with a known pattern."""
-        return _is_proven(document.get("tokenizer") or {})
-
-    @classmethod
-    def strings_in(cls, document: Document) -> Iterator[str]:
-        """Yield the first strings of the normaliser, pre-tokeniser and decoder."""
-        definition = document["tokenizer"]
-        waiting = [definition.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
-        left = MAX_STRINGS
-        while waiting and left:
-            value = waiting.pop(0)
-            if isinstance(value, str) and 0 < len(value) <= MAX_STRING_CHARACTERS:
-                left -= 1
-                yield value.encode(errors="ignore").decode()
-            elif isinstance(value, dict | list):
-                waiting += value.values() if isinstance(value, dict) else value
 
     def special_tokens(self) -> dict[str, int]:
         """Return the special tokens of the file, with their ids. The unknown token is not one."""
@@ -256,7 +223,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 raise self._writes(match[0])
         if self.engine != "tokenizers" and self._splits_at_special(text):
             return super().encode_example(example)
-        with self.limits(), engine_failures(self.name):
+        with engine_failures(self.name):
             text.encode()
             self._tokenizer.encode_special_tokens = example.names is None
             try:
@@ -382,15 +349,3 @@ def _loaded(definition: Document) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(json.dumps(definition | UNUSED))
-
-
-def _is_proven(definition: Document) -> bool:
-    """Return whether the length of a text bounds the time and memory of encoding it.
-
-    True for the patterns of GPT-2, Llama 3 and Qwen.
-    """
-    try:
-        layout, decoder = layout_of(definition), definition.get("decoder") or {}
-        return layout is not None and layout.splits_in_bounds and decoder.get("type") == "ByteLevel"
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False

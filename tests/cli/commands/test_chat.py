@@ -42,7 +42,8 @@ SHAPE = [
 def run(tmp_path_factory):
     """The directory of a run of two steps on conversations."""
     root = tmp_path_factory.mktemp("chat")
-    prepare("capitals:documents=60", root / "data", tokenizer="byte", chat="auto", workers=1)
+    some = {"max_documents": 60, "split": "tail 0.1", "tokenizer": "byte", "workers": 1}
+    prepare("capitals", root / "data", chat="auto", **some)
     train(load_config(None, [*SHAPE, f"data.path={root / 'data'}"]), run=root / "runs/chat")
     return root / "runs/chat"
 
@@ -213,7 +214,8 @@ def test_another_chat_template_is_reported(run, tmp_path):
     evaluate(run, progress=progress)
     assert said == []
     assert load_template(run / "chat_template.json").name == "plain"
-    prepare("capitals:documents=20", other, tokenizer="byte", chat="chatml", workers=1)
+    some = {"max_documents": 20, "split": "tail 0.1", "tokenizer": "byte", "workers": 1}
+    prepare("capitals", other, chat="chatml", **some)
     assert evaluate(run, data=[other], progress=progress).tokens > 0
     assert any("a different chat template" in line for line in said)
     mix = f"data.mix={{{other}: 1, {run.parents[1] / 'data'}: 1}}"

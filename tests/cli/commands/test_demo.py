@@ -189,8 +189,8 @@ def test_timing_leaves_no_files(quick):
         (None, "There is no file", "Check the path"),
         (b"", "contains no documents", "with text in it"),
         (b"x", "1 character cannot be split", ""),
-        (b"caf\xe9", "As CP1252, it reads", "`iconv -f CP1252"),
-        (bytes(range(256)), "It looks like a binary file", "Name only text files"),
+        (b"caf\xe9", "byte 0xe9 at offset 3", "`iconv -f CP1252"),
+        (bytes(range(256)), "byte 0x80 at offset 128", "`iconv -f CP1252"),
     ],
 )
 def test_unusable_files_are_rejected(quick, content, message, fix):

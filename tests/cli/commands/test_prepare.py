@@ -27,7 +27,8 @@ def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     counts = [fields[name] for name in ("documents", "tokens", "bytes", "skipped")]
     assert counts == [1, manifest.tokens, 10500, 0]
     assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
-    talks = prepare("capitals:documents=20", tmp_path / "talks", tokenizer="byte", chat="auto")
+    some = {"max_documents": 20, "split": "tail 0.1", "tokenizer": "byte"}
+    talks = prepare("capitals", tmp_path / "talks", chat="auto", **some)
     assert "of 20 documents\n" in talks.summary(), "not a part of their text"
 
 
@@ -89,15 +90,7 @@ def test_every_option_reaches_the_dataset(tmp_path):
     assert Dataset.open(tmp_path / "out").manifest.split_rule == "tail 0.5"
 
 
-def test_duplicates_are_counted_in_the_summary(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", "text", 50, 30)
-    options = {"tokenizer": "byte", "split": "tail 0.7", "duplicates": "drop"}
-    result = prepare([path], tmp_path / "out", **options)
-    assert (result.documents, result.skipped) == (30, 20)
-    assert result.summary().endswith(f"20 x duplicate document (first: {path}, line 31)")
-
-
-def test_val_is_repeatable_and_duplicates_of_training_text_are_dropped(book, tmp_path):
+def test_val_is_repeatable_and_never_training_text(book, tmp_path):
     first, second = (tmp_path / f"{name}.txt" for name in ("a", "b"))
     for path in (first, second):
         path.write_text(f"It was {path.stem} day.")
@@ -111,8 +104,6 @@ def test_val_is_repeatable_and_duplicates_of_training_text_are_dropped(book, tmp
     assert (both.documents, both.tokens) == (3, 10_529)
     with pytest.raises(DataError, match=r"a.txt is both training and validation text"):
         made([str(tmp_path)], "new", val=[str(first)])
-    dropped = made([str(book), str(first)], "new", val=[str(first)], duplicates="drop")
-    assert dropped.summary().endswith(f"1 x duplicate document (first: {first})")
 
 
 def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
@@ -131,15 +122,10 @@ def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
 def test_a_document_cut_for_validation_counts_once(book, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
-    for split, duplicates, documents in (
-        ("tail 0.625", "keep", 3),
-        ("tail 0.25", "keep", 3),
-        ("tail 0.75", "drop", 2),
-    ):
-        out = tmp_path / f"{split}-{duplicates}"
-        made = prepare([str(rows)], out, tokenizer="byte", split=split, duplicates=duplicates)
-        assert made.documents == documents
-        assert inspect(out).value("documents") == documents
+    for split in ("tail 0.625", "tail 0.25"):
+        made = prepare([str(rows)], tmp_path / split, tokenizer="byte", split=split)
+        assert made.documents == 3
+        assert inspect(tmp_path / split).value("documents") == 3
 
 
 def test_out_may_be_a_url(book, tmp_path, monkeypatch):

@@ -1,20 +1,26 @@
-"""Templates run in a sandbox, with the names that Hugging Face's templates use."""
+"""What a template may do, and what it is stopped from."""
 
-import os
+import resource
 import signal
+from threading import Thread
 
 import pytest
 
-from flatout.data.conversation import rendering_process
-from flatout.data.conversation.rendering_process import Refused, message, render
+from flatout.data.conversation import jinja
+from flatout.data.conversation.jinja import Refused, render
+from flatout.data.conversation.templates import ChatTemplate
 from flatout.data.conversation.turns import START, STOP
 from flatout.errors import DataError
 
 
 def written(text, **values):
     """Return what a template writes, or its error."""
-    (found,) = render("mine", text, [message(values, [((None, False), [])])])
-    return found if isinstance(found, Exception) else found[0].text
+    template = ChatTemplate(name="mine", text=text)
+    try:
+        (found,) = render(template, {"messages": [], **values}, [((None, False), [])])
+    except (Refused, DataError) as error:
+        return error
+    return found.text
 
 
 def test_json_is_not_escaped_for_html():
@@ -53,8 +59,8 @@ def test_todays_date_is_not_defined():
 def test_other_texts_are_compared_with_the_first():
     text = "{{ messages | join }}{% if add_generation_prompt %}?{% endif %}"
     asked = [((None, False), [(2, False), (2, True)]), ((1, True), [])]
-    (found,) = render("mine", text, [message({"messages": ["a", "b", "c"]}, asked)])
-    assert found == [("abc", [[2, 2], [3, 2]]), ("a?", [])]
+    found = render(ChatTemplate(name="mine", text=text), {"messages": ["a", "b", "c"]}, asked)
+    assert found == [("abc", [(2, 2), (3, 2)]), ("a?", [])]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_an_error(text):
     ],
 )
 def test_a_template_cannot_fill_the_memory(text, monkeypatch):
-    monkeypatch.setattr(rendering_process, "MEMORY_BYTES", 1 << 28)
+    monkeypatch.setattr(jinja, "MEMORY_BYTES", 1 << 28)
     found = written(text)
     assert isinstance(found, DataError)
     assert any(why in found.what for why in ("takes too much memory", "writes too much text"))
@@ -111,23 +117,24 @@ def test_a_template_cannot_fill_the_memory(text, monkeypatch):
     ],
 )
 def test_a_template_cannot_run_for_ever(text, monkeypatch):
-    monkeypatch.setattr(rendering_process, "CPU_S", 1)
+    monkeypatch.setattr(jinja, "CPU_S", 1)
     found = written(text)
     assert isinstance(found, DataError)
     assert "takes too much CPU time" in found.what
 
 
-def test_a_conversation_that_exceeds_a_limit_does_not_affect_others_of_the_call():
-    requests = [message({"n": n}, [((None, False), [])]) for n in (1, 10**8, 2)]
-    first, second, third = render("mine", "{{ 'x' * n }}", requests)
-    assert isinstance(second, DataError)
-    assert "too much text" in second.what
-    assert [first[0].text, third[0].text] == ["x", "xx"]
+def test_a_conversation_that_exceeds_a_limit_does_not_affect_the_next():
+    before = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)
+    assert "too much text" in written("{{ 'x' * n }}", n=10**8).what
+    assert written("{{ 'x' * n }}", n=2) == "xx"
+    after = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)
+    assert after == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-def test_a_process_that_ended_is_replaced():
-    assert written("{{ 1 }}") == "1"
-    process = rendering_process._process("{{ 1 }}")
-    os.kill(process._end.peek()[2][0].pid, signal.SIGKILL)
-    assert isinstance(written("{{ 1 }}"), DataError)
-    assert written("{{ 1 }}") == "1"
+def test_a_thread_renders_too():
+    found = []
+    thread = Thread(target=lambda: found.append(written("{{ 1 }}")))
+    thread.start()
+    thread.join()
+    assert found == ["1"]

@@ -36,10 +36,7 @@ def built_in(name, special=IM):
 
 
 def examples(found, turns=TURNS, tools=None):
-    (made,) = found.examples([found.request(read_conversation(turns, {"tools": tools}))])
-    if isinstance(made, DataError):
-        raise made
-    return made
+    return found.examples(read_conversation(turns, {"tools": tools}))
 
 
 def example(found, turns=TURNS, tools=None):

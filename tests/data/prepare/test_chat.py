@@ -127,18 +127,15 @@ def test_a_single_conversation_cannot_be_split(tmp_path):
         prepared(write_conversations(tmp_path / "c.jsonl", count=1), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])
-def test_other_files_of_rows_give_the_same_tokens(rows, tmp_path, name):
+def test_rows_of_parquet_give_the_same_tokens(rows, tmp_path):
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    if name.endswith(".json"):
-        (tmp_path / name).write_text(json.dumps(found))
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow import parquet
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
 
-        tagged = [row | {"id": index} for index, row in enumerate(found)]
-        parquet.write_table(pyarrow.Table.from_pylist(tagged), tmp_path / name)
-    one, other = prepared(rows, tmp_path), prepared(tmp_path / name, tmp_path, "other")
+    tagged = [row | {"id": index} for index, row in enumerate(found)]
+    parquet.write_table(pyarrow.Table.from_pylist(tagged), tmp_path / "rows.parquet")
+    one = prepared(rows, tmp_path)
+    other = prepared(tmp_path / "rows.parquet", tmp_path, "other")
     for split in ("train", "val"):
         first, second = (Dataset.open(made.path).split(split) for made in (one, other))
         assert np.array_equal(
@@ -173,14 +170,6 @@ def test_another_template_is_another_dataset(rows, tmp_path):
         prepared(rows, tmp_path, chat="chatml")
     with pytest.raises(OutputInUse, match="chat_template is 'plain', and None is requested"):
         prepared(rows, tmp_path, chat=None, text_field="id")
-
-
-def test_duplicates_are_dropped_by_their_whole_text(tmp_path):
-    found = (conversation(number, 1) for number in (1, 2, 1, 3, 4))
-    rows = write_rows(tmp_path / "rows.jsonl", found)
-    made = prepared(rows, tmp_path, duplicates="drop")
-    assert made.manifest.documents == 4
-    assert made.manifest.text_bytes == 4 * len("It is 0.")
 
 
 def test_options_that_contradict_conversations_are_rejected(rows, tmp_path):

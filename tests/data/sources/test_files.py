@@ -74,14 +74,28 @@ def test_skipped_files_of_a_directory_are_counted_by_suffix_and_change_nothing_e
     assert [row.text for row in found if isinstance(row, Document)] == ["a", "x.py", "y"]
 
 
-@pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.RTF", "a.pdf", "a.docx"])
-def test_documents_of_other_programs_are_rejected_with_a_command_that_converts_them(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("a.ipynb", "jupyter nbconvert"),
+        ("a.rtf", "pandoc"),
+        ("a.RTF", "pandoc"),
+        ("a.pdf", "pdftotext"),
+        ("a.docx", "pandoc"),
+        ("a.html", "trafilatura < FILE.html > FILE.txt`"),
+        ("a.json", "jq -c '.[]' FILE.json > FILE.jsonl`"),
+    ],
+)
+def test_documents_of_other_programs_are_rejected_with_a_command_that_converts_them(
+    tmp_path, name, command
+):
     (tmp_path / name).write_text('{"cells": []}')
     (tmp_path / "b.log").write_text("text")
     bad, text = rows(f"{tmp_path}/*")
-    assert re.search(
-        rf"{name} is an? .*, not text\. Fix: Convert it to text, for example with `", str(bad.error)
+    what = (
+        rf"{name} is (an? )?.*, not text\. Fix: Convert it, for example with `{re.escape(command)}"
     )
+    assert re.search(what, str(bad.error))
     assert text.text == "text"
 
 

@@ -38,10 +38,9 @@ def test_rows_that_begin_in_a_range_are_read_whole(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_number_that_is_too_long_is_named_without_a_python_setting(tmp_path, name):
-    (tmp_path / name).write_text(f'{{"text": "a", "n": {"1" * 5000}}}\n')
-    (part,) = files(str(tmp_path / name))
+def test_a_number_that_is_too_long_is_named_without_a_python_setting(tmp_path):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "n": {"1" * 5000}}}\n')
+    (part,) = files(str(tmp_path / "a.jsonl"))
     (bad,) = part.rows()
     assert "a number has more than 4,300 digits" in bad.error.what
     assert "set_int_max" not in bad.error.what

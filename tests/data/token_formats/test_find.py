@@ -22,7 +22,7 @@ def names(found):
 
 
 def test_every_format_is_complete():
-    assert len(TOKEN_FORMATS.names()) >= 5
+    assert len(TOKEN_FORMATS.names()) >= 4
     for name in TOKEN_FORMATS.names():
         assert isinstance(TOKEN_FORMATS.get(name), TokenFormat)
 
@@ -52,9 +52,9 @@ def test_formats_are_not_mixed(tmp_path):
 
 def test_an_unknown_format_is_answered_with_the_nearest(tmp_path):
     touch(tmp_path, "a.bin")
-    with pytest.raises(ConfigError, match="no token format named 'megatorn'") as caught:
-        find_tokens(tmp_path / "a.bin", form="megatorn")
-    assert "'megatron'" in caught.value.fix
+    with pytest.raises(ConfigError, match="no token format named 'numpy-fiel'") as caught:
+        find_tokens(tmp_path / "a.bin", form="numpy-fiel")
+    assert "'numpy-file'" in caught.value.fix
 
 
 def test_validation_tokens_are_not_named_twice(tmp_path):

@@ -1,7 +1,6 @@
-"""Arrays of numpy.save and numpy.savez."""
+"""Arrays of numpy.save."""
 
 import pickle
-import zipfile
 
 import numpy as np
 import pytest
@@ -12,20 +11,17 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", ">u2", "int32", "uint32", "int64", "uint64"])
-@pytest.mark.parametrize("kind", ["npy", "npz", "compressed"])
-def test_arrays_of_any_integers_are_imported(tmp_path, imported, kind, dtype):
+def test_arrays_of_any_integers_are_imported(tmp_path, imported, dtype):
     tokens = RNG.integers(0, 256, 1000).astype(dtype)
-    path = tmp_path / ("tokens.npy" if kind == "npy" else "tokens.npz")
-    save = {"npy": np.save, "npz": np.savez, "compressed": np.savez_compressed}[kind]
-    save(path, tokens)
-    made = imported(path)
+    np.save(tmp_path / "tokens.npy", tokens)
+    made = imported(tmp_path / "tokens.npy")
     assert made.train + made.val == tokens.tolist()
 
 
-def test_an_array_of_an_archive_may_be_one_document(tmp_path, imported):
+def test_an_array_may_be_one_document(tmp_path, imported):
     tokens = RNG.integers(0, 257, 1000)
-    np.savez_compressed(tmp_path / "tokens.npz", ids=tokens)
-    by_file = imported(tmp_path / "tokens.npz", documents="chunk")
+    np.save(tmp_path / "tokens.npy", tokens)
+    by_file = imported(tmp_path / "tokens.npy", documents="chunk")
     assert by_file.train + by_file.val == tokens.tolist()
     assert (by_file.train_ends, by_file.val_ends) == ([900], [100])
 
@@ -49,31 +45,15 @@ def test_rows_follow_each_other(tmp_path, imported):
     assert "20 rows of 10 tokens" in made.said
 
 
-def test_the_array_with_a_usual_name_is_read(tmp_path, imported):
-    np.savez(tmp_path / "a.npz", mask=np.ones(50), input_ids=np.arange(50))
-    assert imported(tmp_path / "a.npz").train == list(range(45))
-    named = imported(tmp_path / "a.npz", field="input_ids", out="named")
-    assert named.train == list(range(45))
-
-
-def test_an_unclear_choice_is_asked_for(tmp_path, imported, nothing_kept):
-    np.savez(tmp_path / "a.npz", first=np.arange(50), second=np.arange(50))
-    with pytest.raises(DataError, match="2 arrays, and it is not clear") as caught:
-        imported(tmp_path / "a.npz")
-    assert "--field: 'first', 'second'" in caught.value.fix
-
-
 OBJECTS = np.array([{"a": 1}, None], dtype=object)
 
 
 def test_arrays_that_need_a_pickle_are_rejected(tmp_path, imported, nothing_kept):
     np.save(tmp_path / "objects.npy", OBJECTS, allow_pickle=True)
-    np.savez(tmp_path / "objects.npz", OBJECTS)
     (tmp_path / "list.npy").write_bytes(pickle.dumps([1, 2, 3]))
-    for name in ("objects.npy", "objects.npz"):
-        with pytest.raises(DataError, match="contains Python objects, not integers") as caught:
-            imported(tmp_path / name)
-        assert "never read" in caught.value.fix
+    with pytest.raises(DataError, match="contains Python objects, not integers") as caught:
+        imported(tmp_path / "objects.npy")
+    assert "never read" in caught.value.fix
     with pytest.raises(DataError, match="is a pickle, which could run code"):
         imported(tmp_path / "list.npy")
 
@@ -95,22 +75,11 @@ def test_other_arrays_are_rejected(tmp_path, imported, nothing_kept, array, want
         imported(tmp_path / "a.npy")
 
 
-@pytest.mark.parametrize("kind", ["npy", "npz"])
-def test_a_truncated_file_is_named(tmp_path, imported, nothing_kept, kind):
-    path = tmp_path / f"a.{kind}"
-    (np.save if kind == "npy" else np.savez)(path, np.arange(100))
+def test_a_truncated_file_is_named(tmp_path, imported, nothing_kept):
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(100))
     whole = path.read_bytes()
     for keep in (0, 3, 20, 200, len(whole) - 5):
         path.write_bytes(whole[:keep])
-        with pytest.raises(DataError, match=rf"a\.{kind}"):
+        with pytest.raises(DataError, match=r"a\.npy"):
             imported(path)
-
-
-def test_an_archive_whose_content_is_cut_is_named(tmp_path, imported, nothing_kept):
-    np.savez(tmp_path / "a.npz", np.arange(100))
-    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
-        content = archive.read("arr_0.npy")
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.writestr("arr_0.npy", content[:-8])
-    with pytest.raises(DataError, match=r"a\.npz is truncated"):
-        imported(tmp_path / "a.npz")

@@ -1,7 +1,5 @@
 """nanoGPT's train.bin and val.bin, and other files without a header."""
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -94,43 +92,6 @@ def test_a_file_without_end_of_text_is_one_document(tmp_path, imported):
     made = imported(tmp_path / "tokens.bin")
     assert (made.train_ends, made.val_ends) == ([180], [20])
     assert "No file contains the end-of-text token (id 256)" in made.said
-
-
-CHARACTERS = "\n !abcé"
-
-
-def meta(folder, found):
-    (folder / "meta.pkl").write_bytes(pickle.dumps(found))
-
-
-def test_the_characters_of_meta_pkl_are_the_tokenizer(tmp_path, imported):
-    text = "abc é!\n" * 100
-    ids = [CHARACTERS.index(character) for character in text]
-    folder = nano_gpt(tmp_path / "nano", ids, ids)
-    itos = dict(enumerate(CHARACTERS))
-    stoi = {character: index for index, character in itos.items()}
-    meta(folder, {"vocab_size": len(CHARACTERS), "itos": itos, "stoi": stoi})
-    made = imported(folder, tokenizer=None)
-    assert "char, with the 7 characters in" in made.said
-    assert "No code in that file is run" in made.said
-    assert made.manifest.text_bytes == 2 * len(text.encode())
-    from flatout.data.store.shards import Dataset
-
-    assert Dataset.open(tmp_path / "out").tokenizer.decode(made.train) == text
-
-
-class Evil:
-    def __reduce__(self):
-        return print, ("run",)
-
-
-@pytest.mark.parametrize("content", [Evil(), {"vocab_size": 50_257}, [1], {"itos": {0: "ab"}}])
-def test_any_other_meta_pkl_is_not_loaded(tmp_path, imported, nothing_kept, capsys, content):
-    folder = nano_gpt(tmp_path / "nano", [1, 2], [3, 4])
-    meta(folder, content)
-    with pytest.raises(DataError, match=r"meta\.pkl lists no characters, and a pickle is never"):
-        imported(folder, tokenizer=None)
-    assert capsys.readouterr().out == ""
 
 
 def test_tokens_of_an_unknown_tokenizer_are_imported_by_their_number(tmp_path, imported):

@@ -1,15 +1,15 @@
-"""The files of a range: `NNNNNN.{train,val}.{bin,ends,mask,marks}`, and its record, `NNNNNN.json`.
+"""The files of a range: `NNNNNN.{train,val}.{bin,ends,mask}`, and its record, `NNNNNN.json`.
 
-They contain the tokens, the position after each document's last token (from the range's start), the
-loss mask, and the marks that identify duplicates. The record is written last, so a range with a
-record is complete. It counts rows that are omitted by reason, with the locations of the first.
+They contain the tokens, the position after each document's last token (from the range's start) and
+the loss mask. The record is written last, so a range with a record is complete. It counts rows that
+are omitted by reason, with the locations of the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -63,11 +63,6 @@ def no_documents(names: str, skipped: Iterable[SkippedRows] = ()) -> TooLittleTe
 Document = TypeVar("Document", bound=Stored)
 
 RECORD = ".json"
-MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
-"""A document's mark, which identifies duplicates: half the SHA-256 of its prompt's length, prompt
-and text, and the bytes of its text.
-"""
-_DTYPES = {"ends": np.dtype("<i8"), "marks": MARK}
 
 
 class RangeSplit(Stored):
@@ -78,16 +73,16 @@ class RangeSplit(Stored):
     text_bytes: int = Field(0, ge=0)
     """UTF-8 bytes of the documents' text."""
     files: dict[str, FileEntry] = Field(default_factory=dict)
-    """Its files by kind: bin, ends, and mask or marks when requested. Empty without tokens."""
+    """Its files by kind: bin, ends, and mask when requested. Empty without tokens."""
 
-    def read(self, folder: Path, kind: Literal["ends", "marks"]) -> Array:
-        """Return the end of each document, in tokens from the range's start, or the marks.
+    def ends(self, folder: Path) -> Array:
+        """Return the end of each document, in tokens from the range's start.
 
         Shapes:  returns (documents,).
         """
-        if kind not in self.files:
-            return np.empty(0, _DTYPES[kind])
-        return np.fromfile(folder / self.files[kind].name, _DTYPES[kind])
+        if "ends" not in self.files:
+            return np.empty(0, "<i8")
+        return np.fromfile(folder / self.files["ends"].name, "<i8")
 
 
 class RangeRecord(Stored):
@@ -185,15 +180,13 @@ class SplitWriter:
         *,
         text_bytes: int,
         mask: Array | None = None,
-        marks: Array | None = None,
     ) -> None:
         """Append tokens. `ends` are the positions in `tokens` after each document's last token.
 
         A document may continue in the next call. `mask` is 0 where a token is not a target. Either
         every call for a split has a mask, or none does.
 
-        Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,);
-                 marks (documents,) of MARK.
+        Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,).
         Raises: DataError for an id outside the vocabulary.
         """
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
@@ -208,8 +201,6 @@ class SplitWriter:
             self._write("ends", ends.astype("<i8"))
             if mask is not None:
                 self._write("mask", (mask != 0).astype(np.uint8))
-            if marks is not None:
-                self._write("marks", marks)
         self._tokens += len(tokens)
         self._documents += len(ends)
         self._text_bytes += text_bytes

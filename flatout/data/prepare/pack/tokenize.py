@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -12,7 +11,6 @@ import numpy as np
 
 from flatout.data.conversation.rendering import Example
 from flatout.data.prepare.pack.range_files import (
-    MARK,
     RangeRecord,
     RangeWriter,
     SplitWriter,
@@ -55,7 +53,6 @@ class Packing:
 
     tokenizer: Tokenizer
     options: Options
-    """To drop duplicates, documents are marked here, and dropped once all ranges are packed."""
     folder: Path
     """Directory to which ranges are written."""
 
@@ -143,20 +140,20 @@ def _pack_document(
             packers[name].add_example(example, *found)
         return
     prompt = row.prompt if packing.options.mask_field else ""
-    made: list[tuple[Iterable[tuple[Array, Array | None]], str]] = []
+    made: list[Iterable[tuple[Array, Array | None]]] = []
     for _, text in sides:
         if prompt and not made:
             whole = prompt + "".join(chunks_of(text))
-            made.append(([encode(Example(whole, ((len(prompt), len(whole)),)))], prompt))
+            made.append([encode(Example(whole, ((len(prompt), len(whole)),)))])
         else:
-            made.append((zip(_tokenise(text, packing), repeat(None)), ""))
-    for (name, text), (pieces, before) in zip(sides, made, strict=True):
+            made.append(zip(_tokenise(text, packing), repeat(None)))
+    for (name, text), pieces in zip(sides, made, strict=True):
         packer = packers[name]
         for count, (ids, mask) in enumerate(pieces, 1):
             packer.add(ids, mask)
             if count % PIECES_PER_REPORT == 0:
                 yield
-        packer.end_document(before, text)
+        packer.end_document(text)
     record.cut_documents += len(made) - 1
 
 
@@ -184,7 +181,6 @@ class _Packer:
         self._eot_id = packing.tokenizer.eot_id
         options = packing.options
         self._masked = options.mask_field is not None or options.chat is not None
-        self._marked = options.duplicates == "drop"
         self._clear()
         self.documents = self._flushed_tokens = 0
 
@@ -198,7 +194,6 @@ class _Packer:
         self._held_tokens = self._text_bytes = 0
         self._ends: list[int] = []
         self._masks: list[Array] = []
-        self._marks: list[bytes] = []
 
     def add(self, ids: Array, mask: Array | None = None) -> None:
         """Append tokens, and a mask of those that the loss counts. None counts all."""
@@ -218,21 +213,11 @@ class _Packer:
         stop = len(ids) - ends_turn
         self.add(ids[:stop], mask[:stop])
         is_target = ends_turn and bool(mask[-1])
-        self.end_document(example.text, example.answers, end=None if is_target else _IGNORED)
+        self.end_document(example.answers, end=None if is_target else _IGNORED)
 
-    def end_document(self, prompt: str, text: Text, *, end: Array | None = None) -> None:
-        """Append end-of-text to a document with this text and prompt (empty if it has none).
-
-        `end` is the mask of end-of-text.
-        """
-        num_bytes = num_bytes_of(text)
-        self._text_bytes += num_bytes
-        if self._marked:
-            encoded = prompt.encode()
-            digest = hashlib.sha256(len(encoded).to_bytes(8, "little") + encoded)
-            for chunk in chunks_of(text):
-                digest.update(chunk.encode())
-            self._marks.append(digest.digest()[:16] + num_bytes.to_bytes(8, "little"))
+    def end_document(self, text: Text, *, end: Array | None = None) -> None:
+        """Append end-of-text to a document with this text. `end` is the mask of end-of-text."""
+        self._text_bytes += num_bytes_of(text)
         self.documents += 1
         self._ends.append(self._held_tokens + 1)
         self.add(self._end_of_text, end)
@@ -246,6 +231,5 @@ class _Packer:
                 np.array(self._ends, np.int64),
                 text_bytes=self._text_bytes,
                 mask=np.concatenate(self._masks) if self._masked else None,
-                marks=np.frombuffer(b"".join(self._marks), MARK) if self._marked else None,
             )
         self._clear()

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from flatout.config.documents import parse_yaml
 from flatout.config.registry import DATASETS, SOURCES, nearest
 from flatout.config.sections import Section
-from flatout.config.words import name_for
+from flatout.config.words import name_for, removed
 from flatout.data.conversation.rendering import Renderer
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.standard_input import spool_standard_input
@@ -43,7 +43,8 @@ Parameters = Mapping[str, Any]
 
 
 class Card(Section):
-    """A named corpus, `data/datasets/NAME.yaml`: a file to download, or a repository's files.
+    """A named corpus, `data/datasets/NAME.yaml`: a file to download, a repository's files, or a
+    file beside the card.
 
     A file is downloaded once. Files of a Hugging Face dataset are read in place.
     """
@@ -54,6 +55,8 @@ class Card(Section):
     """Checksum of that file."""
     num_bytes: int | None = Field(default=None, ge=1)
     """Size of that file."""
+    file: str | None = None
+    """Name of its file beside the card."""
     repository: str | None = Field(default=None, pattern="^[^/@]+/[^/@]+$")
     """The Hugging Face dataset that contains its files."""
     files: str | None = None
@@ -255,13 +258,15 @@ def _card_tasks(
             "or directory."
         )
     if card.url is None or card.sha256 is None:
-        assert card.files is not None
         if from_file is not None:
             raise DataError(
-                f"{name} is not a single file, so --from cannot replace it.",
-                fix=f"Name your copies of {card.files} as the source.",
+                f"{name} is not the download of a single file, so --from cannot replace it.",
+                fix="Remove --from, or name your copies of its files as the source.",
             )
-        return source_tasks(card.source, {"path": card.url_of(card.files)}, fields)
+        path = card.url_of(card.files or "")
+        if card.file is not None:
+            path = str(DATASETS.path(name).with_name(card.file))
+        return source_tasks(card.source, {"path": path}, fields)
     if from_file is not None:
         file = expanded(from_file)
         check_file(file, card.sha256)
@@ -334,6 +339,8 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
         return f"{module}:{function}", _parameters(given[0] if given else "", name, set())
     if "/" in name or Path(name).suffix or os.path.exists(expanded(name)) or glob.has_magic(name):
         return files
+    if instead := removed(f"source {source}"):
+        raise DataError(f"There is no source named {source!r} any more.", fix=instead)
     known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})
     here = (entry.name for entry in Path().iterdir())
     guess = name_for("dataset", name, known) or nearest(name, [*known, *here])
@@ -345,14 +352,14 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
 
 
 def _parameters(text: str, name: str, texts: Container[str]) -> dict[str, object]:
-    """Return the parameters in `documents=1000,seed=0`. Those named in `texts` are text."""
+    """Return the parameters in `split=train,revision=main`. Those named in `texts` are text."""
     parameters: dict[str, object] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
             raise DataError(
                 f"{name!r}: {item!r} is not a parameter.",
-                fix="Write NAME:key=value,key=value, for example synthetic:documents=1000,seed=0.",
+                fix="Write NAME:key=value,key=value, for example hub:ORG/NAME:split=train.",
             )
         key = key.strip()
         try:

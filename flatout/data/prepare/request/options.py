@@ -31,7 +31,6 @@ def parse_rule(text: str) -> tuple[str, float]:
 
 
 OnBadRow = Literal["raise", "skip"]
-Duplicates = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Options:
     on_bad_row: OnBadRow = "raise"
     max_bad_rows: int | None = None
     mask_field: str | None = None
-    duplicates: Duplicates = "keep"
     val: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     chat: str | None = None

@@ -80,13 +80,12 @@ def open_request(
     progress = access.get("progress", SILENT)
     chat = chat_renderer(options, progress)
     corpus = open_corpus(sources, options, spool=out.resolve().parent, chat=chat, **access)
-    shared = in_both_splits(corpus) if options.duplicates == "keep" else None
+    shared = in_both_splits(corpus)
     if shared is not None:
         raise DataError(
             f"{shared} is both training and validation text: validating on training text measures "
             "nothing.",
-            fix="Remove it from one of them, or add --duplicates drop to remove validation "
-            "documents from the training text.",
+            fix="Remove it from one of them.",
         )
     return Request(corpus, options, describe(corpus, options, chat), progress)
 
@@ -205,7 +204,6 @@ def describe(corpus: Corpus, options: Options, chat: Renderer | None) -> JsonObj
         "max_bytes": options.max_bytes,
         "on_bad_row": options.on_bad_row,
         "mask_field": options.mask_field,
-        "duplicates": None if options.duplicates == "keep" else options.duplicates,
         "include": list(options.include) or None,
     }
     if chat is not None:

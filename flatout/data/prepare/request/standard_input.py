@@ -44,8 +44,8 @@ def spool_standard_input(
 ) -> tuple[Path, str]:
     """Save standard input to a file until the process ends, and return it with its SHA-256.
 
-    The first bytes decide the file's suffix: Parquet, JSONL, JSON or HTML, compressed or not, else
-    one text. Files of killed processes are removed.
+    The first bytes decide the file's suffix: Parquet, JSONL, or JSON and HTML, which the reader
+    rejects, compressed or not, else one text. Files of killed processes are removed.
 
     Raises: DataError when the disk is full.
     """

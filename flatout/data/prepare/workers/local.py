@@ -30,7 +30,6 @@ from typing import Protocol, Self, TypeVar
 from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
 from flatout.data.prepare.pack.work_items import WorkItem
-from flatout.data.tokenizers.check import PIECE_CPU_S, bound_pieces
 from flatout.errors import FlatoutError, RunFailed
 
 T = TypeVar("T")
@@ -163,11 +162,6 @@ class _Worker:
         """Wait for the processes to end, and return the error that explains why one did."""
         self.kill()
         code = self.process.wait()
-        if code == -signal.SIGXCPU:
-            return RunFailed(
-                f"The tokenizer took more than {PIECE_CPU_S} s of CPU time for one piece of text.",
-                fix="Use a different tokenizer: one of its patterns does not terminate.",
-            )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return RunFailed(
             f"A worker of prepare {how}.",
@@ -273,7 +267,6 @@ def _work(descriptor: int) -> None:
     with ThreadPoolExecutor(1) as recorder:
         try:
             packing: Packing = connection.recv()
-            bound_pieces(packing.tokenizer)
             for number in itertools.count():
                 item: WorkItem = connection.recv()
                 record = attempt(partial(pack_range, item, packing, answer))

@@ -37,7 +37,7 @@ class ListSink:
         self.tokens, self.ends, self.masks = [], [], []
         self.text_bytes = self.calls = 0
 
-    def append(self, tokens, ends, *, text_bytes, mask=None, marks=None):
+    def append(self, tokens, ends, *, text_bytes, mask=None):
         self.masks += [] if mask is None else mask.tolist()
         self.ends += (len(self.tokens) + ends).tolist()
         self.tokens += tokens.tolist()

@@ -42,9 +42,9 @@ def opened(monkeypatch):
 def test_every_card_is_valid(name):
     card = load_card(name)
     assert (card.url or "https://").startswith("https://")
-    assert [card.url and card.sha256 and card.num_bytes, card.repository and card.files].count(
-        None
-    ) == 1
+    ways = (card.url and card.sha256 and card.num_bytes, card.repository and card.files, card.file)
+    assert ways.count(None) == 2
+    assert card.file is None or DATASETS.path(name).with_name(card.file).is_file()
     assert card.repository is None or re.fullmatch("[0-9a-f]{40}", card.revision), (
         "a branch moves, a commit does not"
     )
@@ -75,7 +75,7 @@ def test_a_repository_is_read_in_place(web, opened):
         ("train/*", {"text_field": "body"}),
         ("train/*", {"text_field": "title", "mask_field": "q"}),
     ]
-    with pytest.raises(DataError, match="web is not a single file, so --from cannot replace it"):
+    with pytest.raises(DataError, match="web is not the download of a single file, so --from"):
         open_corpus(["web"], from_file="mine.parquet")
 
 
@@ -134,7 +134,7 @@ def test_downloads_are_found_in_the_cache_that_the_environment_names(cards, tmp_
 
 def test_from_needs_exactly_one_card(cards, tmp_path):
     (tmp_path / "mine.txt").write_text(TEXT)
-    for sources in (["synthetic"], [str(tmp_path / "mine.txt")], ["play", "play"]):
+    for sources in (["generated:words"], [str(tmp_path / "mine.txt")], ["play", "play"]):
         with pytest.raises(DataError, match="--from replaces the download of one dataset card"):
             open_corpus(sources, from_file=str(tmp_path / "mine.txt"))
 

@@ -51,8 +51,8 @@ def test_changed_text_is_a_different_dataset(book, tmp_path):
     book.write_text(book.read_text().replace("Sentence 7 ", "Sentence X "))
     with pytest.raises(DataError, match="the text has changed"):
         prepared(book, out=tmp_path / "out")
-    with pytest.raises(DataError, match=r"its text is .*book\.txt, and synthetic is requested"):
-        prepared("synthetic", out=tmp_path / "out")
+    with pytest.raises(DataError, match=r"its text is .*book\.txt, and python-stdlib is requested"):
+        prepared("python-stdlib", out=tmp_path / "out")
 
 
 def test_a_tokenizer_file_is_identified_by_its_content(book, tmp_path):
@@ -62,7 +62,7 @@ def test_a_tokenizer_file_is_identified_by_its_content(book, tmp_path):
     assert content(first.path)["train-00000.bin"] == content(second.path)["train-00000.bin"]
     assert content(first.path)["tokenizer.json"] == content(second.path)["tokenizer.json"]
     assert prepared(book, out=tmp_path / "second", tokenizer=str(first.path)).existed
-    other = prepared("synthetic:documents=20", out=tmp_path / "other", tokenizer="train:300")
+    other = prepared("generated:words:documents=20", out=tmp_path / "other", tokenizer="train:300")
     with pytest.raises(DataError, match="tokenizer is 'sha256:"):
         prepared(book, out=tmp_path / "second", tokenizer=str(other.path))
 

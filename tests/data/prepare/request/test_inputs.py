@@ -25,7 +25,7 @@ def test_any_text_but_a_card_can_be_validation_text(cards, tmp_path, monkeypatch
     type_in(monkeypatch, b"typed")
     corpus = open_corpus(
         [str(tmp_path / "a.txt")],
-        val=["-", str(tmp_path / "b.txt"), "synthetic:documents=1,words=2"],
+        val=["-", str(tmp_path / "b.txt"), "generated:words:documents=1"],
         spool=tmp_path,
     )
     assert texts(corpus.validation)[:2] == ["typed", "b"]
@@ -59,8 +59,9 @@ def test_text_in_both_splits_is_found_by_content_or_fingerprint(tmp_path):
     assert shared(folder, e, f) is None
     assert shared(folder, e, d) == d
     assert shared(folder, f"{folder}/a.txt") == f"{folder}/a.txt"
-    assert shared("synthetic:documents=5", "synthetic:documents=5,seed=1") is None
-    assert "synthetic" in shared("synthetic:documents=5", "synthetic:documents=5")
+    words = "generated:words:documents=5"
+    assert shared(words, f"{words},seed=1") is None
+    assert words.rpartition(":")[0] in shared(words, words)
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/both/a.txt", b"one")
     memory.pipe_file("/both/b.txt", b"two")
@@ -109,7 +110,7 @@ def test_text_with_a_checksum_has_no_mtime_digest(cards, tmp_path, monkeypatch):
     assert open_corpus(["play"], from_file=str(tmp_path / "mine.txt")).mtime_digest == ""
     type_in(monkeypatch, TEXT.encode())
     assert open_corpus(["-"], spool=tmp_path).mtime_digest == ""
-    assert open_corpus(["synthetic:documents=3"]).mtime_digest == ""
+    assert open_corpus(["generated:words"]).mtime_digest == ""
 
 
 def test_a_text_field_needs_rows(tmp_path):
@@ -127,7 +128,7 @@ def test_a_text_field_needs_rows(tmp_path):
 def test_files_passed_over_are_reported(tmp_path, said):
     for name in ("a.txt", "a.html", "b.html", "c.PY", "d.html.gz"):
         (tmp_path / name).write_text("text")
-    open_corpus([str(tmp_path), "synthetic:documents=3"], progress=said)
+    open_corpus([str(tmp_path), "generated:words"], progress=said)
     assert said.lines == [
         f"{tmp_path}: 4 of its files are not read: 2 .html, 1 .html.gz, 1 .py. "
         "--include '*.html' reads them too."

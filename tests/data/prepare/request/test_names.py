@@ -54,13 +54,13 @@ def test_standard_input_is_a_source(tmp_path, monkeypatch):
 
 
 def test_a_source_takes_parameters():
-    assert len(texts(open_corpus(["synthetic:documents=3,words=5"]))) == 3
-    with pytest.raises(DataError, match="documents, words, seed"):
-        open_corpus(["synthetic:document=3"])
+    assert len(texts(open_corpus(["generated:words:documents=3,seed=5"]))) == 3
+    with pytest.raises(DataError, match="documents, seed"):
+        open_corpus(["generated:words:document=3"])
     with pytest.raises(DataError, match="'3' is not a parameter"):
-        open_corpus(["synthetic:3"])
+        open_corpus(["python-stdlib:3"])
     with pytest.raises(DataError, match="cannot be parsed"):
-        open_corpus(["synthetic:seed=[1"])
+        open_corpus(["python-stdlib:seed=[1"])
 
 
 @pytest.mark.slow
@@ -94,10 +94,10 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
 
 
 def test_an_option_without_effect_on_a_source_is_rejected():
-    with pytest.raises(DataError, match=r"'synthetic' does not read your files.*Remove --include"):
-        open_corpus(["synthetic:documents=3"], include=["*.py"])
+    with pytest.raises(DataError, match=r"'python-stdlib' does not read your files.*Remove --incl"):
+        open_corpus(["python-stdlib"], include=["*.py"])
     with pytest.raises(
         DataError,
-        match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Remove --text-field",
+        match=r"'python-stdlib' has no rows, so it has no field 'body'\. Fix: Remove --text-field",
     ):
-        open_corpus(["synthetic:documents=3"], text_field="body")
+        open_corpus(["python-stdlib"], text_field="body")
