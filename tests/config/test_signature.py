@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import flatout
+from flatout.config.words import removed
 from flatout.errors import ConfigError
 
 
@@ -14,14 +15,14 @@ from flatout.errors import ConfigError
     [
         (
             lambda: flatout.export(to="foo"),
-            "to='foo' must be 'huggingface', 'safetensors' or 'gguf'.",
+            "to='foo' must be 'huggingface' or 'safetensors'.",
         ),
         (
             lambda: flatout.export(dtype="int3"),
             "dtype='int3' must be 'float32', 'bfloat16', 'float16' or None.",
         ),
         (lambda: flatout.export(shard_mib=0), "shard_mib=0 must be a whole number from 1."),
-        (lambda: flatout.export(to=["gguf"]), "to=['gguf'] must be 'huggingface'"),
+        (lambda: flatout.export(to=["safetensors"]), "to=['safetensors'] must be 'huggingface'"),
         (lambda: flatout.export(out=""), "out='' must be a path (not an empty one), text or None."),
         (lambda: flatout.profile("demo", steps=-1), "steps=-1 must be a whole number from 1."),
         (lambda: flatout.profile("demo", steps=True), "steps=True must be a whole number"),
@@ -75,3 +76,10 @@ def test_values_are_rejected_before_torch_is_loaded():
         "except flatout.FlatoutError:\n    print('torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
+def test_a_removed_value_is_answered_with_what_replaces_it():
+    with pytest.raises(ConfigError) as refused:
+        flatout.export(to="gguf")
+    assert refused.value.what == "to='gguf' must be 'huggingface' or 'safetensors'."
+    assert refused.value.fix == removed("export --to gguf")

@@ -207,7 +207,7 @@ def test_what_was_removed_is_answered_and_gone(what):
     command, _, option = what.partition(" ")
     if option:
         with pytest.raises(ConfigError) as answered:
-            parse(command, [option])
+            parse(command, option.split())
     else:
         with pytest.raises(ConfigError) as answered:
             cli.call([command], ExitStack(), False)

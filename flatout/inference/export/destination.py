@@ -27,13 +27,13 @@ class Export(Result):
     path: str
     """The directory."""
     format: str
-    """huggingface, safetensors or gguf."""
+    """huggingface or safetensors."""
     run: str
     """The run directory."""
     checkpoint: str
     """The checkpoint that was exported."""
     model_class: str | None
-    """The class of transformers, or the family of llama.cpp. Null for safetensors."""
+    """The class of transformers. Null for safetensors."""
     needs_code: bool
     """Whether transformers needs trust_remote_code=True: the class is in a file of the export."""
     files: int

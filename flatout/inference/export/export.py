@@ -10,7 +10,7 @@ from typing import Literal
 from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.display import amount
 from flatout.errors import HardwareError
-from flatout.inference.export import card, gguf
+from flatout.inference.export import card
 from flatout.inference.export.destination import (
     DEFAULT_SHARD_MIB,
     Export,
@@ -30,7 +30,7 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.files import copy_whole, folder_bytes, write_whole
 from flatout.storage.json_io import write_json
 
-Format = Literal["huggingface", "safetensors", "gguf"]
+Format = Literal["huggingface", "safetensors"]
 
 
 def export_run(
@@ -61,7 +61,7 @@ def export_run(
             "model_class": written.model_class,
         }
         write_mark(folder, made_from)
-        library = None if to == "safetensors" else {"gguf": "gguf"}.get(to, "transformers")
+        library = "transformers" if to == "huggingface" else None
         text = card.model_card(source, _usage(to, written), written.notes, library=library)
         write_whole(folder / "README.md", text)
         files = sum(path.is_file() for path in folder.iterdir())
@@ -83,8 +83,6 @@ def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: P
     template = source.template.text if source.template else None
     if to == "huggingface":
         return write_huggingface(source, folder, max_bytes, template, progress)
-    if to == "gguf":
-        return Written(gguf.write_gguf(source, folder, template, progress))
     write_json(folder / "config.json", own_config(source))
     source.tokenizer.save(folder / "tokenizer.json")
     if template is not None:
@@ -94,8 +92,6 @@ def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: P
 
 
 def _usage(to: Format, written: Written) -> str:
-    if to == "gguf":
-        return f"```sh\nllama-cli -m {gguf.FILE} -p 'Once upon a time'\n```"
     if to == "safetensors":
         return (
             "The weights have flatout's names: `flatout train RECIPE train.init_from=DIR` "

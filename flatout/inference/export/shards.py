@@ -83,11 +83,3 @@ def _shards(planned: Sequence[Planned], max_bytes: int) -> Iterator[list[Planned
         shard.append(tensor)
         size += tensor.num_bytes
     yield shard
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, without a copy.
-
-    Shapes: any.
-    """
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

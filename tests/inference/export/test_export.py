@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from flatout.inference.export import export
 from flatout.inference.export.destination import require_free
 from flatout.models.families.export_mark import MARK
 from flatout.models.families.source import ForeignWeights, find_model
-from flatout.training.checkpoint import tensors
 from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import read_weights
 
@@ -162,20 +160,3 @@ def test_too_little_disk_is_reported_before_anything_is_written(make_run, export
     monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(HardwareError, match=r"The disk of .* has 1\.0 kB free"):
         export_to(run)
-
-
-def test_at_most_two_weights_of_a_gguf_file_are_in_memory(make_run, export_to, monkeypatch):
-    pytest.importorskip("gguf")
-    run = make_run("deep", {**SHAPES["llama"], "num_layers": 8})
-    empty, known, most = tensors.empty, [], [0]
-
-    def counted(*arguments):
-        weight = empty(*arguments)
-        known.append(weakref.ref(weight))
-        most.append(sum(one() is not None for one in known))
-        return weight
-
-    monkeypatch.setattr(tensors, "empty", counted)
-    export_to(run, "gguf")
-    assert len(known) > 40
-    assert max(most) <= 2
