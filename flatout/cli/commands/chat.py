@@ -22,11 +22,10 @@ from flatout.data.conversation.templates import (
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import ConfigError, DataError
-from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.lookup import run_or_newest
+from flatout.training.run_dir.lookup import is_run, run_or_newest
 
 RESET, QUIT = "/reset", "/quit"
 """Lines that are commands: start a new conversation, and end."""

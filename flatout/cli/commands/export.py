@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from flatout.cli.commands import CheckpointName, Command, RunName, TrustCode
 from flatout.config.signature import Option, checked
-from flatout.inference.export.destination import DEFAULT_SHARD_MIB, Export, require_free
+from flatout.inference.export.destination import DEFAULT_SHARD_MIB, Export, Format, require_free
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import expanded, writing
 from flatout.storage.recognised import require_local
 from flatout.training.run_dir.lookup import run_or_newest
 
-Format = Annotated[
-    Literal["huggingface", "safetensors"],
+To = Annotated[
+    Format,
     Option(
         "huggingface (a directory that transformers loads and llama.cpp converts) or safetensors "
         "(flatout's own names)."
@@ -30,7 +30,7 @@ ShardSize = Annotated[int, Option("Size of the largest safetensors file, in MiB.
 @checked
 def export(
     run: RunName = None,
-    to: Format = "huggingface",
+    to: To = "huggingface",
     out: Annotated[
         Path | str | None,
         Option("Directory to write (default: export-FORMAT in the run directory)."),

@@ -8,10 +8,9 @@ from typing import Annotated
 from flatout.cli.commands import CheckpointName, Command, ModelName, TrustCode
 from flatout.config.signature import Option, checked
 from flatout.errors import ConfigError, Interrupted
-from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.lookup import run_or_newest
+from flatout.training.run_dir.lookup import is_run, run_or_newest
 
 MAX_SEED = 2**62
 """Limit of the seed. It leaves room for the seeds of several samples."""

@@ -33,8 +33,8 @@ def test_an_export_is_described(tiny_run, tmp_path):
     for part in (
         "library_name: transformers",
         f"| validation loss | {summary['val_loss']:.4f} nats per token |",
-        f"| tokens trained on | {summary['tokens']:,} |",
-        "| dataset | data |",
+        f"| trained on | data, {summary['steps']} steps and {summary['tokens']:,} tokens |",
+        "| licence | not stated",
         "AutoModelForCausalLM.from_pretrained(DIR)",
     ):
         assert part in card
