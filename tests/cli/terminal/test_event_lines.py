@@ -20,11 +20,6 @@ URL = "s3://bucket/runs/x"
             "Training continues. They are sent later.",
         ),
         (
-            {"event": "upload_failed", "reason": "It continues on nodeB", "fix": "Do that."},
-            "Checkpoints are no longer sent to s3://bucket/runs/x. It continues on nodeB. "
-            "Training continues here. Do that.",
-        ),
-        (
             {"event": "upload_dropped", "step": 5},
             "Step 5 was deleted here before it could be sent to s3://bucket/runs/x: "
             "saves are faster than uploads.",
