@@ -87,7 +87,8 @@ def chat(
     if is_run(run):
         folder = run_or_newest(run)
         _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
-    from flatout.inference.chat import ChatSession, Sampling
+    from flatout.inference.chat import ChatSession
+    from flatout.inference.generate import Sampling
     from flatout.inference.load import load_model
 
     loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)

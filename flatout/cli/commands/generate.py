@@ -76,7 +76,7 @@ def generate(
         )
     if is_run(run):
         run_or_newest(run)  # a wrong name fails before torch is loaded
-    from flatout.inference.generate import sample
+    from flatout.inference.generate import Sampling, sample
     from flatout.inference.load import load_model
 
     loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)
@@ -89,11 +89,7 @@ def generate(
             loaded.model,
             loaded.tokenizer,
             prompt,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed + number,
-            max_tokens=max_tokens,
+            Sampling(temperature, top_k, top_p, seed + number, max_tokens),
             stop=stop or (),
             max_context=loaded.config.data.seq_len,
         )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from importlib import import_module
 from pathlib import Path
 
 from flatout.config.documents import dump_yaml
 from flatout.data.conversation.templates import CHAT_TEMPLATE
-from flatout.display import amount
-from flatout.errors import HardwareError
 from flatout.inference.export.destination import (
     DEFAULT_SHARD_MIB,
     Export,
@@ -49,12 +46,10 @@ def export_run(
     """Write a checkpoint to the directory `out` in a format.
 
     Raises: OutputInUse when `out` has other files; ConfigError or DataError when the format cannot
-            express the model or its tokenizer; HardwareError without enough disk; OSError of the
-            disk.
+            express the model or its tokenizer; OSError of the disk.
     """
     began_s = time.perf_counter()
     require_free(out, overwrite=overwrite)
-    _require_disk(source, out)
     version = str(import_module("flatout").__version__)
     with whole_folder(out) as folder:
         if to == "huggingface":
@@ -118,11 +113,9 @@ def _model_card(source: Source, written: Written, version: str) -> str:
     tokens = f" and {info.tokens:,} tokens" if info else ""
     facts = {
         "parameters": f"{source.num_parameters:,}",
-        "sequence length": f"{data.seq_len:,}",
-        "tokenizer": f"{source.tokenizer.name}, {source.tokenizer.vocab_size:,} tokens",
         "trained on": f"{names}, {source.step:,} steps{tokens}",
         "validation loss": "not measured" if loss is None else f"{loss:.4f} nats per token",
-        "licence": "not stated: add that of the model here",
+        "licence": "not stated",
     }
     return "\n".join(
         [
@@ -136,17 +129,3 @@ def _model_card(source: Source, written: Written, version: str) -> str:
             "",
         ]
     )
-
-
-def _require_disk(source: Source, out: Path) -> None:
-    disk = out.absolute().parent
-    while not disk.exists():
-        disk = disk.parent
-    needed = source.num_bytes
-    free = shutil.disk_usage(disk).free
-    if needed > free:
-        raise HardwareError(
-            f"The export needs {amount(needed, 'bytes')}. The disk of {disk} has "
-            f"{amount(free, 'bytes')} free.",
-            fix="Free space there, choose --out DIR on a different disk, or add --dtype bfloat16.",
-        )

@@ -18,7 +18,6 @@ from flatout.inference.export.source import GENERATION, Source
 from flatout.inference.export.tokenizer_files import (
     TOKENIZER_CLASS,
     end_of_text,
-    replaced_by_transformers,
     tokenizer_config,
     tokenizer_json,
 )
@@ -75,25 +74,19 @@ def write_huggingface(source: Source, folder: Path, max_bytes: int, progress: Pr
     dtypes = filter(
         lambda dtype: dtype.is_floating_point, map(source.dtype_of, source.weights.shapes)
     )
-    end = source.tokenizer.eot_id
-    ids = {f"{name}_id": index for name, (_, index) in source.tokenizer.named_tokens().items()}
-    special: JsonObject = {
-        "bos_token_id": ids.get("bos_token_id", end),
-        "eos_token_id": ids.get("eos_token_id", end),
-    }
     name = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
-    write_json(folder / "config.json", config | {"dtype": name} | special)
-    no_cache = {"use_cache": False} if found.needs_code else {}
-    stops = list(dict.fromkeys([special["eos_token_id"], *source.stop_ids]))
-    special |= {"eos_token_id": stops if len(stops) > 1 else end}
-    padding = {"pad_token_id": ids.get("pad_token_id", end)}
-    write_json(folder / GENERATION, special | padding | no_cache)
+    named, end = source.tokenizer.named_tokens(), source.tokenizer.eot_id
+    bos, eos, pad = (named.get(f"{kind}_token", ("", end))[1] for kind in ("bos", "eos", "pad"))
+    shared: JsonObject = {"bos_token_id": bos, "eos_token_id": eos}
+    write_json(folder / "config.json", config | {"dtype": name} | shared)
+    stops = list(dict.fromkeys([eos, *source.stop_ids]))
+    shared |= {"pad_token_id": pad} | ({"eos_token_id": stops} if len(stops) > 1 else {})
+    write_json(folder / GENERATION, shared | ({"use_cache": False} if found.needs_code else {}))
     found.notes.extend(write_tokenizer(source, folder))
-    if replaced_by_transformers(source.tokenizer, str(config["model_type"])):
+    if config["model_type"] == "qwen2":
         found.notes.append(
-            f"AutoTokenizer of transformers 5 replaces the tokenizer of a {config['model_type']} "
-            "model by that of the published ones, which gives other ids: load this one with "
-            f"{TOKENIZER_CLASS}.from_pretrained(DIR)."
+            "AutoTokenizer of transformers 5 gives a qwen2 model the tokenizer of the published "
+            f"ones: if the run's is different, load it with {TOKENIZER_CLASS}.from_pretrained(DIR)."
         )
         found = replace(found, tokenizer_class=TOKENIZER_CLASS)
     write_shards(folder, list(planned(source, tensors)), max_bytes, progress)

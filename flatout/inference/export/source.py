@@ -16,12 +16,13 @@ from flatout.data.conversation.templates import CHAT_TEMPLATE, ChatTemplate, loa
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import CheckpointError
+from flatout.inference.load import require_fit
 from flatout.models.language_model import LanguageModelConfig, model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import read_json
 from flatout.training.checkpoint.catalog import step_of, tokenizer_of
-from flatout.training.checkpoint.merged import MergedWeights, shapes_of
+from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.init_from import run_of
 from flatout.training.run_dir.layout import read_config, trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
@@ -88,14 +89,6 @@ class Source:
         """The number of weights. Shared ones count once."""
         return sum(map(math.prod, self.weights.shapes.values()))
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all weights in the export."""
-        return sum(
-            math.prod(shape) * self.dtype_of(name).itemsize
-            for name, shape in self.weights.shapes.items()
-        )
-
 
 def open_source(
     run: str | Path,
@@ -116,14 +109,7 @@ def open_source(
     path = find_checkpoint(folder, checkpoint, progress=progress)
     model_class, model_config = model_of(config)
     weights = MergedWeights(path)
-    wanted = shapes_of(model_class.on_meta(model_config, Ops.plain()))
-    stored = weights.shapes
-    for name in sorted(wanted.keys() | stored.keys()):
-        if wanted.get(name) != stored.get(name):
-            raise CheckpointError(
-                f"The weights of {path} do not fit the model in {folder}/config.yaml: {name}.",
-                fix="Restore config.yaml from a copy.",
-            )
+    require_fit(weights, model_class.on_meta(model_config, Ops.plain()), folder)
     return Source(
         folder=folder,
         checkpoint=path,

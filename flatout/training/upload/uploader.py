@@ -198,7 +198,7 @@ class Uploader(Quiet):
 
     def _compare(self) -> None:
         """Record what is there of the checkpoints here, of what was sent, and of killed uploads."""
-        local, found = self._local(), {}
+        local, found = self._local(), dict[str, bool]()
         for name in self._store.names():
             try:
                 is_whole = self._store.manifest(name) is not None

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from flatout.config.registry import MODELS
 from flatout.data.conversation.templates import CHAT_TEMPLATE, named_template
-from flatout.errors import HardwareError, OutputInUse
-from flatout.inference.export import export
+from flatout.errors import OutputInUse
 from flatout.inference.export.destination import require_free
 from flatout.models.families.export_mark import MARK
 from flatout.models.families.source import ForeignWeights, find_model
@@ -147,11 +146,3 @@ def test_a_failure_leaves_nothing_half_written(make_run, export_to, monkeypatch,
         export_to(run, overwrite=True)
     assert (contents(out) if out.exists() else None) == before
     assert [path.name for path in tmp_path.glob("*llama-*")] == [out.name] * had_one
-
-
-def test_too_little_disk_is_reported_before_anything_is_written(make_run, export_to, monkeypatch):
-    run = make_run()
-    usage = export.shutil.disk_usage(run)
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(HardwareError, match=r"The disk of .* has 1\.0 kB free"):
-        export_to(run)
