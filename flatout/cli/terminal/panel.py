@@ -206,8 +206,6 @@ LINES: dict[str, Callable[[JsonObject], str]] = {
     ),
     "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues. They "
     "are sent later.".format_map,
-    "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
-    "faster than uploads.".format_map,
     "upload_pending": lambda event: (
         f"Not yet sent to {event['url']}: step {', '.join(f'{step:,}' for step in event['steps'])} "
         f"({event['reason']}). The next start of this run sends it."

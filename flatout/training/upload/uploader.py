@@ -24,7 +24,7 @@ from threading import Event, Thread
 from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError, DataError, FlatoutError, on_one_line, without_secrets
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import FileEntry, entry_of
+from flatout.storage.files import entry_of
 from flatout.storage.json_io import JsonObject
 from flatout.storage.remote.connection import Unreachable
 from flatout.storage.remote.folder import RemoteFolder
@@ -79,10 +79,6 @@ class Uploader(Quiet):
         """None until it is known that the URL is free, or this run's."""
         self._is_known = False
         """Whether the record is what the URL has."""
-        self._sent_files: dict[str, FileEntry] = {}
-        """The files of the run directory that this process has sent, by name."""
-        self._waiting: set[int] = set()
-        """Steps that this process has saved, and not sent."""
         self._news: SimpleQueue[tuple[str, JsonObject]] = SimpleQueue()
         self._reason: str | None = None
         """Why the last attempt failed."""
@@ -114,11 +110,10 @@ class Uploader(Quiet):
     def on_event(self, event: JsonObject) -> None:
         """Send a checkpoint that was just completed."""
         if event["event"] == "save":
-            self._waiting.add(event["step"])
             self._wake.set()
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Report what was sent, dropped or failed since the last call."""
+        """Report what was sent, or failed, since the last call."""
         while not self._news.empty():
             kind, fields = self._news.get()
             self._report(kind, **fields)
@@ -193,7 +188,7 @@ class Uploader(Quiet):
                 if source is not None:
                     self._send_checkpoint(step, source, work)
             self._prune()
-        if with_run_files:
+        if with_run_files:  # the summary, which marks a finished run, follows its checkpoints
             self._send_run_files(RUN_FILES)
 
     def _compare(self) -> None:
@@ -212,13 +207,11 @@ class Uploader(Quiet):
         self._is_known = True
 
     def _next_step(self) -> int | None:
-        """Return the newest step that is not uploaded; report those deleted before their turn."""
+        """Return the newest step here that is not uploaded."""
         self._require_time()
-        waiting, local = {*self._waiting}, self._local()
-        for step in sorted(waiting - {*map(step_at, local)}):
-            self._waiting.discard(step)
-            self._news.put(("upload_dropped", {"step": step, "url": self.url}))
-        return max((step_at(name) for name in local if not self._sent.get(name)), default=None)
+        return max(
+            (step_at(name) for name in self._local() if not self._sent.get(name)), default=None
+        )
 
     def _send_checkpoint(self, step: int, source: Path, work: Path) -> None:
         """Send a checkpoint: its files, those of the run, and its manifest last."""
@@ -240,7 +233,6 @@ class Uploader(Quiet):
             remote.remove(catalog.MANIFEST)
             raise remote.altered(catalog.MANIFEST)
         self._keep(self._sent | {name: True})
-        self._waiting.discard(step)
         seconds = round(time.monotonic() - began_s, 3)
         fields = {"step": step, "url": self.url, "bytes": sum(sizes), "seconds": seconds}
         self._news.put(("upload", fields))
@@ -274,11 +266,7 @@ class Uploader(Quiet):
             packed.unlink()
 
     def _send_run_files(self, names: Iterable[str]) -> None:
-        """Send the files of the run directory that have changed.
-
-        The summary, which marks the run as finished, comes after the last checkpoint. Copies
-        are sent: metrics and events grow meanwhile.
-        """
+        """Send files of the run directory. Copies are sent: metrics and events grow meanwhile."""
         loggers = self._run_folder / LOGGER_STATES
         states = sorted(loggers.iterdir()) if loggers.is_dir() else []
         ids = [path.name for path in states if LOGGER_FILE.fullmatch(path.name)]
@@ -287,10 +275,8 @@ class Uploader(Quiet):
                 if (self._run_folder / name).is_file():
                     copy = Path(shutil.copyfile(self._run_folder / name, Path(work) / "copy"))
                     entry = entry_of(copy).model_copy(update={"name": name})
-                    if self._sent_files.get(name) != entry:
-                        self._store.top.send(copy, entry)
-                        self._sent_files[name] = entry
-                        self._moved_s = time.monotonic()
+                    self._store.top.send(copy, entry)
+                    self._moved_s = time.monotonic()
 
     def _require_time(self) -> None:
         """Check that the run still waits: after its end, nothing may be sent or written."""
