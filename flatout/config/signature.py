@@ -17,7 +17,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from flatout.config.words import removed
 from flatout.errors import ConfigError
 
 Parameters = ParamSpec("Parameters")
@@ -72,12 +71,9 @@ def checked(call: Callable[Parameters, Returned]) -> Callable[Parameters, Return
             is_empty_path = value == "" and Path in kinds
             if is_empty_path or not any(_fits(value, kind, least) for kind in kinds):
                 first = ", ".join(_described(kind, least) for kind in kinds)
-                instead = (
-                    removed(f"{call.__name__} --{name} {value}") if isinstance(value, str) else None
-                )
                 raise ConfigError(
                     f"{name}={reprlib.repr(value)} must be {' or '.join(first.rsplit(', ', 1))}.",
-                    fix=instead or f"Correct {name}: {mark.help}",
+                    fix=f"Correct {name}: {mark.help}",
                 )
         return call(*values, **named)
 

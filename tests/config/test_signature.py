@@ -6,7 +6,6 @@ import sys
 import pytest
 
 import flatout
-from flatout.config.words import removed
 from flatout.errors import ConfigError
 
 
@@ -76,10 +75,3 @@ def test_values_are_rejected_before_torch_is_loaded():
         "except flatout.FlatoutError:\n    print('torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
-
-
-def test_a_removed_value_is_answered_with_what_replaces_it():
-    with pytest.raises(ConfigError) as refused:
-        flatout.export(to="gguf")
-    assert refused.value.what == "to='gguf' must be 'huggingface' or 'safetensors'."
-    assert refused.value.fix == removed("export --to gguf")

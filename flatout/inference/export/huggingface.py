@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from flatout.config.registry import ARCHITECTURES, MODELS
 from flatout.data.tokenizers.base import Document
@@ -140,10 +141,18 @@ def planned(source: Source, tensors: Iterable[TensorMap]) -> Iterator[Planned]:
                 name,
                 source.dtype_of(each.name),
                 tuple(part.shape),
-                lambda own=each.name, split=split, index=index: source.converted(
-                    own, split(read(own))[index]
-                ),
+                partial(_part, source, each.name, read, split, index),
             )
+
+
+def _part(
+    source: Source,
+    name: str,
+    read: Callable[[str], Tensor],
+    split: Callable[[Tensor], Sequence[Tensor]],
+    index: int,
+) -> Tensor:
+    return source.converted(name, split(read(name))[index])
 
 
 def own_config(source: Source) -> JsonObject:

@@ -95,9 +95,10 @@ def restore_lost(
     progress.say(f"{folder} has no {usable}: restoring it from {url}.")
     with tempfile.TemporaryDirectory(prefix="flatout-") as work:
         copy = Path(work)
+        described = copy / f"step-{step_at(newest)}"
         with suppress(Altered, CheckpointError):  # reported when the checkpoint is fetched
-            _pull(store, newest, copy / "newest", SILENT, only=catalog.INFO)
-        saved = _saved(copy / "newest")
+            _pull(store, newest, described, SILENT, only=catalog.INFO)
+        saved = _saved(described)
         _fetch_missing(store, CONFIGURATION, copy)
         _require_same_settings(copy, url, saved, requested)
         _restore_config(copy, folder, requested, trust_code)
@@ -137,9 +138,8 @@ def _saved(checkpoint: Path) -> str:
     info = catalog.read_info(checkpoint)
     if info is None:
         return ""
-    return time.strftime(
-        f", saved %Y-%m-%d %H:%M:%S UTC on {info.host}", time.gmtime(info.saved_at)
-    )
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(info.saved_at))
+    return f", saved {date} UTC on {info.host}"
 
 
 def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfig) -> None:
