@@ -81,8 +81,11 @@ endef
 
 .venv/extras/.installed: pyproject.toml constraints.txt
 	$(call environment,[dev$(COMMA)all$(COMMA)services],constraints.txt,$(TORCH))
-	@QUIET=1 .ci/step "$(@D)/llama.log" "Building llama.cpp" "$(@D)/bin/python" $(PIP) -c constraints.txt "llama-cpp-python>=0.3" \
-	  || echo "llama.cpp was not built, so the tests that compare GGUF files with it are skipped. It needs a C++ compiler; $(@D)/llama.log has the output."
+	@QUIET=1 .ci/step "$(@D)/llama.log" "Building llama.cpp" sh -ec 'rm -rf "$$0"; \
+	    "$(@D)/bin/python" -m pip download --no-deps --no-binary llama-cpp-python -c constraints.txt -d "$$0" "llama-cpp-python>=0.3"; \
+	    tar -xzf "$$0"/llama_cpp_python-*.tar.gz -C "$$0" --strip-components 1; \
+	    "$(@D)/bin/python" $(PIP) -c constraints.txt "$$0"' "$(@D)/llama.cpp" \
+	  || echo "llama.cpp was not built, so the tests that convert exports for it are skipped. It needs a C++ compiler; $(@D)/llama.log has the output."
 
 .venv/oldest/.installed: pyproject.toml constraints.txt
 	@mkdir -p .venv && sed -e '/^torch==/d' -e 's/^triton==[^;]*/triton==$(OLDEST_TRITON)/' constraints.txt > .venv/oldest-constraints.txt

@@ -165,7 +165,10 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
     lacking = getattr(error, "option_name", None)  # one without its value
     of_name = (each for each in parser.params if lacking in each.opts)
     param = getattr(error, "param", None) or next(of_name, None)
-    if isinstance(param, click.Option) and not param.required:
+    value = error.message.partition(" is not one of ")[0].strip("'")
+    if isinstance(param, click.Option) and (fix := removed(f"{name} {param.opts[0]} {value}")):
+        see = fix
+    elif isinstance(param, click.Option) and not param.required:
         default = f" for the default, {param.default}" if param.show_default else ""
         see = f"Remove {param.opts[0]}{default}, or correct it: {param.help}"
     elif isinstance(param, click.Argument):

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from flatout.data.conversation.rendering import Renderer
 from flatout.data.conversation.templates import ChatTemplate
 from flatout.data.conversation.turns import ASSISTANT
 from flatout.errors import ConfigError, DataError
-from flatout.inference.generate import Context, draw_token, generator_of, text_of, tokens_after
-from flatout.inference.text import DecodedText, StoppedText
+from flatout.inference.generate import Context, Sampling, generator_of, written
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
-from flatout.training.evaluation import evaluating
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
     from flatout.models.language_model import LanguageModel
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of a reply are chosen."""
-
-    temperature: float = 0.8
-    """0 always takes the most likely token."""
-    top_k: int | None = None
-    """Sample from this many tokens only."""
-    top_p: float | None = None
-    """Sample from the most likely tokens that together reach this probability."""
-    seed: int = 0
-    """Seed of the first reply of a session. Later ones continue its random numbers."""
-    max_tokens: int = 256
-    """Maximum tokens of a reply."""
 
 
 class ChatSession:
@@ -70,7 +49,12 @@ class ChatSession:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
         if self._opening:
-            self._require_room_for_opening()
+            ids = self._encoded([*self._opening, {"role": "user", "content": "?"}])
+            if self._room is not None and len(ids) > self._room:
+                raise ConfigError(
+                    self._too_long("The system prompt does not fit: with one short turn it", ids),
+                    fix="Shorten the system prompt, or train with a larger data.seq_len.",
+                )
 
     def reset(self) -> None:
         """Start a new conversation, with the same system prompt."""
@@ -123,15 +107,12 @@ class ChatSession:
         limit = self._context.max_tokens
         return limit and limit - min(self._sampling.max_tokens, limit // 4)
 
-    def _require_room_for_opening(self) -> None:
-        """Check that a short turn fits after the system prompt."""
-        ids, room = self._encoded([*self._opening, {"role": "user", "content": "?"}]), self._room
-        if room is not None and len(ids) > room:
-            raise ConfigError(
-                f"The system prompt does not fit: with one short turn it has {len(ids):,} tokens, "
-                f"and {self._room_in_words()}.",
-                fix="Shorten the system prompt, or train with a larger data.seq_len.",
-            )
+    def _too_long(self, start: str, ids: list[int]) -> str:
+        limit, room = self._context.max_tokens or 0, self._room or 0
+        return (
+            f"{start} has {len(ids):,} tokens, and the model's context of {limit:,} has room for "
+            f"{room:,}, with {limit - room:,} kept for the reply."
+        )
 
     def _prompt(self) -> list[int]:
         """Return the ids of the prompt, without the oldest turns if it is too long.
@@ -146,8 +127,7 @@ class ChatSession:
             if self._first >= len(self.messages) - 1:
                 after = " after the system prompt" if self._opening else ""
                 raise DataError(
-                    f"The turn does not fit{after}: the prompt has {len(ids):,} tokens, and "
-                    f"{self._room_in_words()}.",
+                    self._too_long(f"The turn does not fit{after}: the prompt", ids),
                     fix="Shorten the turn, or train with a larger data.seq_len.",
                 )
             self._first += 2  # a user's turn and its reply
@@ -157,28 +137,17 @@ class ChatSession:
         ids, _ = self._tokenizer.encode_example(self._renderer.prompt(messages))
         return [int(index) for index in ids]
 
-    def _room_in_words(self) -> str:
-        limit, room = self._context.max_tokens or 0, self._room or 0
-        return (
-            f"the model's context of {limit:,} has room for {room:,}, with {limit - room:,} kept "
-            "for the reply"
-        )
-
     def _generate(self, ids: list[int]) -> Iterator[str]:
-        tokenizer, sampling, end = self._tokenizer, self._sampling, self._renderer.end_token
+        tokenizer, end = self._tokenizer, self._renderer.end_token
         special = tokenizer.special_tokens()
         ends = {tokenizer.eot_id} | ({special[end]} if end else set())
-        unseen = {*special.values()} - ends
-        text = StoppedText(() if end else (self._renderer.end,))
-        choose = partial(
-            draw_token,
-            vocab_size=tokenizer.vocab_size,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            generator=self._generator,
+        yield from written(
+            self._context,
+            ids,
+            tokenizer,
+            self._sampling,
+            self._generator,
+            ends,
+            stop=() if end else (self._renderer.end,),
+            unseen={*special.values()} - ends,
         )
-        with evaluating(self._model):
-            drawn = islice(tokens_after(self._context, ids, choose), sampling.max_tokens)
-            tokens = (token for token in drawn if token not in unseen)
-            yield from text_of(tokens, ends, DecodedText(tokenizer, []), text)

@@ -5,7 +5,8 @@ Letters: B rows, V vocabulary, K candidate tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -22,55 +23,82 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a text are chosen."""
+
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+    top_k: int | None = None
+    """Sample from this many tokens only."""
+    top_p: float | None = None
+    """Sample from the most likely tokens that together reach this probability."""
+    seed: int = 0
+    """Seed of the random numbers. Those of a chat continue from one reply to the next."""
+    max_tokens: int = 256
+    """Maximum tokens of a text or a reply."""
+
+
 def sample(
     model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str = "",
+    sampling: Sampling | None = None,
     *,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    max_tokens: int = 256,
     stop: Sequence[str] = (),
     max_context: int | None = None,
 ) -> Iterator[str]:
     """Yield the text after `prompt` in pieces of whole characters. "" starts a new document.
 
-    Stops at the end of the document, before a `stop` string, or after `max_tokens`. Sampling has
-    its own random generator, so it does not affect a run in training. The model sees at most
+    Stops at the end of the document, before a `stop` string, or after `sampling.max_tokens`. Its
+    random generator is its own, so it does not affect a run in training. The model sees at most
     `max_context` tokens (see `Context`): pass the `seq_len` it was trained with.
     Raises: DataError when the prompt cannot be encoded.
     """
-    choose = partial(
-        draw_token,
-        vocab_size=tokenizer.vocab_size,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        generator=generator_of(model, seed),
+    sampling, ids = sampling or Sampling(), tokenizer.encode(prompt)
+    yield from written(
+        Context(model, max_context),
+        ids or [tokenizer.eot_id],
+        tokenizer,
+        sampling,
+        generator_of(model, sampling.seed),
+        {tokenizer.eot_id},
+        stop=stop,
+        before=ids,
     )
-    ids = tokenizer.encode(prompt)
-    decoded, text = DecodedText(tokenizer, ids), StoppedText(stop)
-    with evaluating(model):
-        tokens = tokens_after(Context(model, max_context), ids or [tokenizer.eot_id], choose)
-        yield from text_of(islice(tokens, max_tokens), {tokenizer.eot_id}, decoded, text)
 
 
-def text_of(
-    tokens: Iterable[int], ends: Collection[int], decoded: DecodedText, text: StoppedText
+def written(
+    context: Context,
+    ids: Sequence[int],
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    generator: torch.Generator,
+    ends: Collection[int],
+    *,
+    stop: Sequence[str],
+    before: Sequence[int] = (),
+    unseen: Collection[int] = (),
 ) -> Iterator[str]:
-    """Yield the text of tokens in pieces of whole characters, up to one of `ends` or a stop."""
-    for token in tokens:
-        if token in ends:
-            break
-        piece = text.push(decoded.push(token))
-        if piece:
-            yield piece
-        if text.stopped:
-            return
-    rest = text.push(decoded.rest()) + text.rest()
-    if rest:
+    """Yield what the model writes after `ids` in pieces of whole characters.
+
+    It ends before one of `ends` or a `stop` string. Its text continues that of the ids `before`.
+    Tokens in `unseen` have no text.
+    """
+    decoded, text = DecodedText(tokenizer, before), StoppedText(stop)
+    choose = partial(
+        draw_token, sampling=sampling, vocab_size=tokenizer.vocab_size, generator=generator
+    )
+    with evaluating(context.model):
+        for token in islice(tokens_after(context, ids, choose), sampling.max_tokens):
+            if token in ends:
+                break
+            piece = "" if token in unseen else text.push(decoded.push(token))
+            if piece:
+                yield piece
+            if text.stopped:
+                return
+    if rest := text.push(decoded.rest()) + text.rest():
         yield rest
 
 
@@ -95,7 +123,7 @@ class Context:
     """
 
     def __init__(self, model: LanguageModel, max_context: int | None = None) -> None:
-        self._model, self._max_context = model, max_context
+        self.model, self._max_context = model, max_context
         self._device = next(model.parameters()).device
         self._decoder = model.decoder(max_context)
         self._seen: list[int] = []
@@ -117,7 +145,7 @@ class Context:
         read = len(self._seen)
         if not 0 < read < len(text) or text[:read] != self._seen:
             if read:
-                self._decoder = self._model.decoder(self._max_context)
+                self._decoder = self.model.decoder(self._max_context)
             read = 0
         self._seen = text
         return self._read(text[read:])
@@ -133,7 +161,7 @@ class Context:
         limit = self.max_tokens
         if limit is None or self._decoder.has_room(1):
             return self._read([token])
-        self._decoder = self._model.decoder(self._max_context)
+        self._decoder = self.model.decoder(self._max_context)
         self._seen = self._seen[-max(limit // 2, 1) :]
         return self._read(self._seen)
 
@@ -148,22 +176,17 @@ def generator_of(model: LanguageModel, seed: int) -> torch.Generator:
 
 
 def draw_token(
-    logits_V: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator,
+    logits_V: Tensor, sampling: Sampling, *, vocab_size: int, generator: torch.Generator
 ) -> int:
     """Sample one token below `vocab_size`. The padding of a vocabulary is never sampled.
 
     Shapes:  logits_V (V,).
     """
     logits_V = in_float64(logits_V[:vocab_size])
-    if temperature == 0 or top_k == 1:
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if sampling.temperature == 0 or top_k == 1:
         return int(logits_V.argmax())
-    shares_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
+    shares_V = ((logits_V - logits_V.max()) / sampling.temperature).softmax(-1)
     if top_k is None and top_p is None:
         return int(torch.multinomial(shares_V, 1, generator=generator))
     shares_K, ids_K = shares_V.topk(min(top_k or vocab_size, vocab_size))

@@ -24,7 +24,7 @@ from flatout.models.language_model import LanguageModel
 from flatout.models.meta import allocate, new_model
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.catalog import tokenizer_of
-from flatout.training.checkpoint.merged import read_merged, shapes_of
+from flatout.training.checkpoint.merged import MergedWeights, read_merged, shapes_of
 from flatout.training.run_dir.data_location import exists, relocated
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run, run_or_newest
@@ -105,18 +105,26 @@ def load_run(
         recipe = assemble(_usable_speedups(config, precision))
         model = new_model(config, recipe.ops())
         allocate(model, "cpu", draws=False)
-        try:
-            model.load_state_dict(read_merged(path))
-        except RuntimeError as error:
-            # torch lists every tensor under a heading. The first one is enough
-            first = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
-            raise CheckpointError(
-                f"The weights of {path} do not fit the model in {folder}/config.yaml: {first}",
-                fix="Restore config.yaml from a copy.",
-            ) from error
+        require_fit(MergedWeights(path), model, folder)
+        model.load_state_dict(read_merged(path))
         model.to(device).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path))
     return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)
+
+
+def require_fit(weights: MergedWeights, model: LanguageModel, folder: Path) -> None:
+    """Check that a checkpoint has the weights of the model in its run's config.yaml.
+
+    Raises: CheckpointError naming the first that differs.
+    """
+    wanted, stored = shapes_of(model), weights.shapes
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            raise CheckpointError(
+                f"The weights of {weights.checkpoint} do not fit the model in "
+                f"{folder}/config.yaml: {name}.",
+                fix="Restore config.yaml from a copy.",
+            )
 
 
 def load_model(
@@ -144,14 +152,8 @@ def load_model(
     found = find_model(str(model), progress=progress)
     folder = found.path if found.path.is_dir() else found.path.parent
     require_as_exported(folder, progress=progress)
-    keys = {key: value for key, value in found.keys.items() if key not in ("kind", "vocab_size")}
-    seq_len = min(keys.get("max_seq_len") or MOST_CONTEXT, MOST_CONTEXT)
-    config = RunConfig.model_validate(
-        {
-            "model": {"kind": found.keys["kind"], "vocab_size": found.keys["vocab_size"]} | keys,
-            "data": {"seq_len": seq_len},
-        }
-    )
+    seq_len = min(found.keys.get("max_seq_len") or MOST_CONTEXT, MOST_CONTEXT)
+    config = RunConfig.model_validate({"model": found.keys, "data": {"seq_len": seq_len}})
     device, _ = pick_device("auto", probe())
     recipe = Recipe()
     built = new_model(config, recipe.ops())

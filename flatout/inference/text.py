@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
-KEPT_IDS = 64
-"""Number of ids that are decoded again with each new one."""
 UNDECODED = "\ufffd"
 """The character that tokenizers return for incomplete bytes."""
 
@@ -18,43 +16,30 @@ class DecodedText:
     """The text of ids that arrive one at a time after a prompt.
 
     The text of an id can depend on its neighbours: the first word of a text loses its space, and
-    several bytes make up a character. Each id is therefore decoded together with those before it,
-    and the end of the text is held back while it may still change. Old ids are dropped once the
-    remaining ones decode to the same text without them.
+    several bytes make up a character. Each id is therefore decoded together with those before it
+    that had the last text, and its text is held back while it may still change.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids)
-        self._text = tokenizer.decode(self._ids)
-        self._shown = len(self._text)
-        self._max_ids = 2 * KEPT_IDS
+        self._returned = len(self._ids)
+        """How many of the ids have text that was returned."""
 
     def push(self, token: int) -> str:
         """Append a token and return the text that is now final."""
-        if len(self._ids) >= self._max_ids and self._shown == len(self._text):
-            self._forget()
         self._ids.append(token)
-        self._text = self._tokenizer.decode(self._ids)
-        return self._show(len(self._text.rstrip(UNDECODED)))
+        text = self.rest()
+        if not text or text.endswith(UNDECODED):
+            return ""
+        self._ids = self._ids[self._returned :]
+        self._returned = len(self._ids)
+        return text
 
     def rest(self) -> str:
         """Return the text that was held back."""
-        return self._show(len(self._text))
-
-    def _show(self, end: int) -> str:
-        start, self._shown = self._shown, max(self._shown, end)
-        return self._text[start:end]
-
-    def _forget(self) -> None:
-        for kept in range(KEPT_IDS, KEPT_IDS // 2, -1):
-            ids = self._ids[-kept:]
-            text = self._tokenizer.decode(ids)
-            if text and UNDECODED not in text and self._text.endswith(text):
-                self._ids, self._text, self._shown = ids, text, len(text)
-                self._max_ids = 2 * KEPT_IDS
-                return
-        self._max_ids = 2 * len(self._ids)
+        returned = self._tokenizer.decode(self._ids[: self._returned])
+        return self._tokenizer.decode(self._ids)[len(returned) :]
 
 
 class StoppedText:

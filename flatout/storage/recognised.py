@@ -224,7 +224,7 @@ def _folder(path: Path) -> Found | None:
     if any(_SHARD_NAME.fullmatch(file.name) for file in files):
         return None  # an incomplete dataset
     suffixes = {file: file.suffix.lower() for file in files}
-    if _has(path, "flatout.json") and ".gguf" not in suffixes.values():
+    if _has(path, "flatout.json"):
         return (
             "an export",
             f"Start a run from its weights: train.init_from={shown}. Or score one for transformers "

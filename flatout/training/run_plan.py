@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -156,7 +155,6 @@ def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
         return restore_lost(
             request.folder,
             request.config,
-            dataset_of=partial(dataset_of, request),
             resume=request.resume,
             trust_code=request.trust_code,
             are_damaged=are_damaged,

@@ -18,12 +18,6 @@ def exported(world: World) -> None:
     world.write("hf/flatout.json", "{}")
 
 
-def exported_for_llama_cpp(world: World) -> None:
-    world.write("hf/flatout.json", '{"to": "gguf"}')
-    world.write("hf/README.md", "# first")
-    world.write("hf/model.gguf", b"GGUF" + bytes(60))
-
-
 CASES = [
     Case(
         "an export of a run that does not exist",
@@ -71,6 +65,9 @@ a URL as --out of `export`
 a format that does not exist
     export first --to onnx
     'onnx' is not one of -> --to
+a format that was removed
+    export first --to gguf
+    'gguf' is not one of -> `python convert_hf_to_gguf.py DIR` of llama.cpp
 """),
     Case(
         "an export in place of a run",
@@ -78,12 +75,5 @@ a format that does not exist
         ("hf is an export, not a run directory",),
         ("train.init_from=hf", "`lm_eval --model hf --model_args pretrained=hf"),
         spoil=exported,
-    ),
-    Case(
-        "an export for llama.cpp to start from",
-        "train my.yaml train.init_from=hf",
-        ("hf is a directory with model.gguf", "a GGUF file"),
-        ("does not read GGUF", "safetensors"),
-        spoil=exported_for_llama_cpp,
     ),
 ]

@@ -14,14 +14,14 @@ from flatout.errors import ConfigError
     [
         (
             lambda: flatout.export(to="foo"),
-            "to='foo' must be 'huggingface', 'safetensors' or 'gguf'.",
+            "to='foo' must be 'huggingface' or 'safetensors'.",
         ),
         (
             lambda: flatout.export(dtype="int3"),
             "dtype='int3' must be 'float32', 'bfloat16', 'float16' or None.",
         ),
         (lambda: flatout.export(shard_mib=0), "shard_mib=0 must be a whole number from 1."),
-        (lambda: flatout.export(to=["gguf"]), "to=['gguf'] must be 'huggingface'"),
+        (lambda: flatout.export(to=["safetensors"]), "to=['safetensors'] must be 'huggingface'"),
         (lambda: flatout.export(out=""), "out='' must be a path (not an empty one), text or None."),
         (lambda: flatout.profile("demo", steps=-1), "steps=-1 must be a whole number from 1."),
         (lambda: flatout.profile("demo", steps=True), "steps=True must be a whole number"),

@@ -204,14 +204,15 @@ def test_all_counterparts_exist():
 
 
 def use(what: str) -> None:
-    """Use a removed command, option, or entry of a list."""
-    first, _, last = what.rpartition(" ")
-    if last.startswith("--"):
-        parse(first, [last])
-    elif first:
-        raise unknown_name(first, last, ())
+    """Use a removed command, option, value, or entry of a list."""
+    first, _, rest = what.partition(" --")
+    if rest:
+        parse(first, f"--{rest}".split())
+    elif " " in what:
+        noun, _, name = what.rpartition(" ")
+        raise unknown_name(noun, name, ())
     else:
-        cli.call([last], ExitStack(), False)
+        cli.call([what], ExitStack(), False)
 
 
 @pytest.mark.parametrize("what", removed_names())

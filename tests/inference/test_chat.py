@@ -14,7 +14,8 @@ from flatout.data.conversation.turns import BadConversation
 from flatout.data.tokenizers import load_tokenizer
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import ConfigError, DataError
-from flatout.inference.chat import ChatSession, Sampling
+from flatout.inference.chat import ChatSession
+from flatout.inference.generate import Sampling
 from flatout.progress import SILENT
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from scripted import EOT, Script, wordpiece
 from torch import nn
 
 from flatout.data.tokenizers.byte import ByteTokenizer
-from flatout.inference.generate import Context, draw_token, sample, tokens_after
+from flatout.inference.generate import Context, Sampling, draw_token, sample, tokens_after
 from flatout.models.language_model import Decoder, LanguageModel
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
@@ -18,8 +18,9 @@ from flatout.ops import Ops, attention, cross_entropy
 pytestmark = pytest.mark.slow
 
 
-def generated(text, prompt="", **options):
-    return "".join(sample(Script(text.encode()), ByteTokenizer(), prompt, **options))
+def generated(text, prompt="", **sampling):
+    model = Script(text.encode())
+    return "".join(sample(model, ByteTokenizer(), prompt, Sampling(**sampling)))
 
 
 def greedy(logits_V):
@@ -95,8 +96,8 @@ def noisy_sample(seed, **options):
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     model = Script(b"a" * 40, noise=0.3, vocab_size=257)
-    options = {"temperature": 1.5, "max_tokens": 30, "seed": seed} | options
-    text = "".join(sample(model, ByteTokenizer(), **options))
+    sampling = Sampling(temperature=1.5, max_tokens=30, seed=seed, **options)
+    text = "".join(sample(model, ByteTokenizer(), "", sampling))
     assert torch.equal(torch.random.get_rng_state(), before), "the run's generator is not used"
     return text
 
@@ -112,14 +113,12 @@ def test_top_k_and_top_p_narrow_the_choice():
     assert noisy_sample(1, top_p=1.0) == noisy_sample(1)
 
 
-def draws(probabilities, number, *, vocab_size, temperature=1.0, top_k=None, top_p=None):
+def draws(probabilities, number, *, vocab_size, temperature=1.0, **options):
     draw = partial(
         draw_token,
         torch.log(torch.tensor(probabilities)),
+        Sampling(temperature, **options),
         vocab_size=vocab_size,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
         generator=torch.Generator().manual_seed(0),
     )
     return [draw() for _ in range(number)]
@@ -192,10 +191,8 @@ def test_a_cache_does_not_change_any_token(own, temperature, top_k, top_p, max_c
     def tokens():
         choose = partial(
             draw_token,
+            sampling=Sampling(temperature, top_k, top_p),
             vocab_size=257,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
             generator=torch.Generator().manual_seed(3),
         )
         found = tokens_after(Context(model, max_context), [7, 3, 5], choose)

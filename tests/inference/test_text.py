@@ -6,12 +6,13 @@ import pytest
 from scripted import Script, metaspace, wordpiece
 
 from flatout.data.tokenizers.byte import ByteTokenizer
-from flatout.inference.generate import sample
-from flatout.inference.text import KEPT_IDS, DecodedText
+from flatout.inference.generate import Sampling, sample
+from flatout.inference.text import DecodedText
 
 
-def generated(text, **options):
-    return list(sample(Script(text.encode()), ByteTokenizer(), **options))
+def generated(text, stop=(), **sampling):
+    model = Script(text.encode())
+    return list(sample(model, ByteTokenizer(), "", Sampling(**sampling), stop=stop))
 
 
 def streamed(tokenizer, ids, prompt=""):
@@ -65,7 +66,7 @@ def test_a_long_text_is_the_same_streamed_and_decoded_at_once(make, seed):
     pieces = [text.push(token) for token in ids]
     whole = tokenizer.decode(before) + "".join(pieces) + text.rest()
     assert whole == tokenizer.decode([*before, *ids])
-    assert len(text._ids) <= 2 * KEPT_IDS
+    assert len(text._ids) <= 32
 
 
 def test_bytes_that_are_not_text_are_marked_in_place():

@@ -20,7 +20,7 @@ from flatout.config.registry import MODELS
 from flatout.config.schema import load_config, validate
 from flatout.errors import ConfigError, ShapeError, Stopped
 from flatout.hardware.machine import probe
-from flatout.inference.generate import sample
+from flatout.inference.generate import Sampling, sample
 from flatout.inference.load import load_run
 from flatout.models.adapter import adapt
 from flatout.ops import Ops
@@ -66,7 +66,7 @@ def test_it_trains_resumes_evaluates_and_samples(make_config, tmp_path):
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert evaluate(tmp_path / "run").val_loss == pytest.approx(whole["val_loss"], rel=1e-6)
     loaded = load_run(tmp_path / "run")
-    pieces = sample(loaded.model, loaded.tokenizer, "", max_tokens=70, temperature=1.0)
+    pieces = sample(loaded.model, loaded.tokenizer, "", Sampling(1.0, max_tokens=70))
     assert "".join(pieces), "also beyond block_size"
 
 

@@ -8,7 +8,7 @@ import torch
 from flatout.assembly.selection import all_speedups
 from flatout.errors import Stopped
 from flatout.hardware.machine import probe
-from flatout.inference.generate import sample
+from flatout.inference.generate import Sampling, sample
 from flatout.inference.load import load_run
 from flatout.training.run import run_training
 
@@ -39,7 +39,7 @@ def test_a_run_trains_evaluates_samples_stops_and_resumes(tiny_config, tmp_path,
     assert parts["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-2)
     assert whole["peak_gib"] > 0
     loaded = load_run(tmp_path / "whole")
-    assert "".join(sample(loaded.model, loaded.tokenizer, "a run", max_tokens=8))
+    assert "".join(sample(loaded.model, loaded.tokenizer, "a run", Sampling(max_tokens=8)))
 
 
 @ESSENTIAL

@@ -17,7 +17,7 @@ from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
 from flatout.hardware.machine import Gpu, Machine
-from flatout.inference.generate import sample
+from flatout.inference.generate import Sampling, sample
 from flatout.inference.load import load_run
 from flatout.training import loop
 from flatout.training import run as training
@@ -349,7 +349,7 @@ def test_a_trained_model_generates_without_its_data(tiny_config, tiny_set, tmp_p
     shutil.rmtree(data)
     loaded = load_run(tmp_path / "run")
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("a run")) == "a run"
-    assert "".join(sample(loaded.model, loaded.tokenizer, "a", max_tokens=5))
+    assert "".join(sample(loaded.model, loaded.tokenizer, "a", Sampling(max_tokens=5)))
     with pytest.raises(DataError, match="no dataset directory"):
         _ = loaded.dataset
 

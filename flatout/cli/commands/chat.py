@@ -22,11 +22,10 @@ from flatout.data.conversation.templates import (
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import ConfigError, DataError
-from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.lookup import run_or_newest
+from flatout.training.run_dir.lookup import is_run, run_or_newest
 
 RESET, QUIT = "/reset", "/quit"
 """Lines that are commands: start a new conversation, and end."""
@@ -88,7 +87,8 @@ def chat(
     if is_run(run):
         folder = run_or_newest(run)
         _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
-    from flatout.inference.chat import ChatSession, Sampling
+    from flatout.inference.chat import ChatSession
+    from flatout.inference.generate import Sampling
     from flatout.inference.load import load_model
 
     loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)

@@ -1,4 +1,4 @@
-"""Export a trained model for transformers or llama.cpp."""
+"""Export a trained model for transformers or as plain weights."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Annotated, Literal
 
 from flatout.cli.commands import CheckpointName, Command, RunName, TrustCode
 from flatout.config.signature import Option, checked
-from flatout.inference.export.destination import DEFAULT_SHARD_MIB, Export, require_free
-from flatout.inference.export.packages import require_package
+from flatout.inference.export.destination import DEFAULT_SHARD_MIB, Export, Format, require_free
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import expanded, writing
 from flatout.storage.recognised import require_local
 from flatout.training.run_dir.lookup import run_or_newest
 
-Format = Annotated[
-    Literal["huggingface", "safetensors", "gguf"],
+To = Annotated[
+    Format,
     Option(
-        "huggingface (a directory that transformers loads), safetensors (flatout's own names) or "
-        "gguf (one file for llama.cpp)."
+        "huggingface (a directory that transformers loads and llama.cpp converts) or safetensors "
+        "(flatout's own names)."
     ),
 ]
 Dtype = Annotated[
@@ -31,7 +30,7 @@ ShardSize = Annotated[int, Option("Size of the largest safetensors file, in MiB.
 @checked
 def export(
     run: RunName = None,
-    to: Format = "huggingface",
+    to: To = "huggingface",
     out: Annotated[
         Path | str | None,
         Option("Directory to write (default: export-FORMAT in the run directory)."),
@@ -44,7 +43,7 @@ def export(
     *,
     progress: Progress = SILENT,
 ) -> Export:
-    """Export a trained model for transformers, llama.cpp, or any reader of safetensors.
+    """Export a trained model for transformers, or for any reader of safetensors.
 
     The directory has the weights, the configuration, the tokenizer, and a model card with the
     numbers that the run measured. A shape that no class of transformers has is exported with a
@@ -58,8 +57,6 @@ def export(
     folder = run_or_newest(run, progress=progress)
     target = folder / f"export-{to}" if out is None else expanded(out)
     require_free(target, overwrite=overwrite)
-    if to == "gguf":
-        require_package("gguf", "GGUF files are written with")
     from flatout.inference.export.export import export_run
     from flatout.inference.export.source import open_source
 

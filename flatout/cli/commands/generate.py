@@ -8,10 +8,9 @@ from typing import Annotated
 from flatout.cli.commands import CheckpointName, Command, ModelName, TrustCode
 from flatout.config.signature import Option, checked
 from flatout.errors import ConfigError, Interrupted
-from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.lookup import run_or_newest
+from flatout.training.run_dir.lookup import is_run, run_or_newest
 
 MAX_SEED = 2**62
 """Limit of the seed. It leaves room for the seeds of several samples."""
@@ -77,7 +76,7 @@ def generate(
         )
     if is_run(run):
         run_or_newest(run)  # a wrong name fails before torch is loaded
-    from flatout.inference.generate import sample
+    from flatout.inference.generate import Sampling, sample
     from flatout.inference.load import load_model
 
     loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)
@@ -90,11 +89,7 @@ def generate(
             loaded.model,
             loaded.tokenizer,
             prompt,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed + number,
-            max_tokens=max_tokens,
+            Sampling(temperature, top_k, top_p, seed + number, max_tokens),
             stop=stop or (),
             max_context=loaded.config.data.seq_len,
         )

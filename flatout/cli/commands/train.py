@@ -281,13 +281,13 @@ def sample_text(run: Run) -> str:
     A chat model answers train.sample_prompt or the first validation conversation.
     """
     from flatout.data.store.mix import members_of
-    from flatout.inference.chat import ChatSession, Sampling
-    from flatout.inference.generate import sample
+    from flatout.inference.chat import ChatSession
+    from flatout.inference.generate import Sampling, sample
 
     data = members_of(run.dataset)[0].dataset
     template = stored_template(data.manifest.source)
+    sampling = Sampling(top_k=200, seed=run.step, max_tokens=SAMPLE_TOKENS)
     if template is not None:
-        sampling = Sampling(top_k=200, seed=run.step, max_tokens=SAMPLE_TOKENS)
         session = ChatSession(
             run.core, data.tokenizer, run.config.data.seq_len, template, sampling=sampling
         )
@@ -302,10 +302,7 @@ def sample_text(run: Run) -> str:
             run.core,
             run.dataset.tokenizer,
             prompt,
-            temperature=0.8,
-            top_k=200,
-            seed=run.step + number,
-            max_tokens=SAMPLE_TOKENS,
+            replace(sampling, seed=run.step + number),
             max_context=run.config.data.seq_len,
         )
         text += "\n" * bool(text) + prompt + "".join(pieces)

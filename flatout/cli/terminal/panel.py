@@ -204,15 +204,8 @@ LINES: dict[str, Callable[[JsonObject], str]] = {
     "upload": lambda event: (
         f"Sent step {event['step']:,} to {event['url']}: {amount(event['bytes'], 'bytes')}"
     ),
-    "upload_failed": lambda event: (
-        f"Checkpoints are no longer sent to {event['url']}. {event['reason']}. Training continues "
-        f"here. {event['fix']}"
-        if "fix" in event
-        else f"Checkpoints cannot be sent to {event['url']} now ({event['reason']}). Training "
-        "continues. They are sent later."
-    ),
-    "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
-    "faster than uploads.".format_map,
+    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues. They "
+    "are sent later.".format_map,
     "upload_pending": lambda event: (
         f"Not yet sent to {event['url']}: step {', '.join(f'{step:,}' for step in event['steps'])} "
         f"({event['reason']}). The next start of this run sends it."

@@ -26,8 +26,6 @@ _LLAMA3 = (
 )
 QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-LLAMA_CPP_PATTERNS = {_GPT2: "gpt-2", _LLAMA3: "llama-bpe", QWEN2: "qwen2"}
-"""llama.cpp's names of the patterns."""
 CUT_PATTERNS = frozenset({_GPT2, _LLAMA3, QWEN2})
 """Patterns for which `known_cut` proves where a text can be cut."""
 _MODEL_OPTIONS = (

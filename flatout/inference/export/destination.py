@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import glob
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from flatout.display import Display, amount
 from flatout.errors import OutputInUse, in_shell
@@ -15,8 +14,7 @@ from flatout.models.families.export_mark import MARK
 from flatout.storage.files import PART, sync
 from flatout.storage.json_io import Result
 
-OLD = ".old"
-"""End of the name of an earlier export, between the two renames that replace it."""
+Format = Literal["huggingface", "safetensors"]
 DEFAULT_SHARD_MIB = 4096
 """Size of the largest file of an export. Its tensors are in memory while it is written."""
 
@@ -26,14 +24,14 @@ class Export(Result):
 
     path: str
     """The directory."""
-    format: str
-    """huggingface, safetensors or gguf."""
+    format: Format
+    """The format."""
     run: str
     """The run directory."""
     checkpoint: str
     """The checkpoint that was exported."""
     model_class: str | None
-    """The class of transformers, or the family of llama.cpp. Null for safetensors."""
+    """The class of transformers. Null for safetensors."""
     needs_code: bool
     """Whether transformers needs trust_remote_code=True: the class is in a file of the export."""
     files: int
@@ -60,8 +58,9 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
     An export whose replacement was killed is brought back first.
     Raises: OutputInUse.
     """
-    if not out.exists() and (replaced := _replaced(out)):
-        replaced[0].rename(out)
+    _, earlier = _beside(out)
+    if not out.exists() and earlier.exists():
+        earlier.rename(out)
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
@@ -87,31 +86,36 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """Yield a new directory beside `out`, which takes its name when the block has succeeded.
 
     After an error it is deleted, and an earlier export stays as it was. After a kill, one of the
-    two is whole: `require_free` brings it back.
+    two is whole: `require_free` brings it back, and the next export deletes the rest.
     """
-    parent = out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = (
-        parent / f"{out.name}.{secrets.token_hex(4)}{suffix}" for suffix in (PART, OLD)
-    )
-    temporary.mkdir()
+    new, earlier = _beside(out)
+    new.parent.mkdir(parents=True, exist_ok=True)
+    _delete(new, earlier)
+    new.mkdir()
     try:
-        yield temporary
-        sync(temporary)
+        yield new
+        sync(new)
         if out.exists():
-            out.rename(old)
-        temporary.rename(out)
-        sync(parent)
+            out.rename(earlier)
+        new.rename(out)
+        sync(out.absolute().parent)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if old.exists() and not out.exists():
-            old.rename(out)
+        if earlier.exists() and not out.exists():
+            earlier.rename(out)
+        shutil.rmtree(new, ignore_errors=True)
         raise
-    for replaced in _replaced(out):
-        replaced.rename(temporary)  # from here on it is not whole
-        shutil.rmtree(temporary, ignore_errors=True)
+    _delete(new, earlier)
 
 
-def _replaced(out: Path) -> list[Path]:
-    """Return the earlier exports at `out` that were not yet deleted when they were replaced."""
-    return sorted(out.absolute().parent.glob(f"{glob.escape(out.name)}.????????{OLD}"))
+def _beside(out: Path) -> tuple[Path, Path]:
+    """Return where an export to `out` is written, and where the one that it replaces is moved."""
+    path = out.absolute()
+    return path.with_name(f".{path.name}{PART}"), path.with_name(f".{path.name}.old")
+
+
+def _delete(new: Path, earlier: Path) -> None:
+    """Delete an unfinished export, and one that was replaced, which is not whole from then on."""
+    shutil.rmtree(new, ignore_errors=True)
+    if earlier.exists():
+        earlier.rename(new)
+        shutil.rmtree(new, ignore_errors=True)

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import shutil
 import time
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
 
+from flatout.config.documents import dump_yaml
 from flatout.data.conversation.templates import CHAT_TEMPLATE
-from flatout.display import amount
-from flatout.errors import HardwareError
-from flatout.inference.export import card, gguf
 from flatout.inference.export.destination import (
     DEFAULT_SHARD_MIB,
     Export,
+    Format,
     require_free,
     whole_folder,
 )
 from flatout.inference.export.huggingface import (
     Written,
     own_config,
-    own_tensors,
+    own_names,
+    planned,
     write_huggingface,
-    write_weights,
 )
+from flatout.inference.export.shards import write_shards
 from flatout.inference.export.source import Source
 from flatout.models.families.export_mark import write_mark
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import copy_whole, folder_bytes, write_whole
-from flatout.storage.json_io import write_json
+from flatout.storage.json_io import JsonObject, finite_numbers, write_json
+from flatout.training.checkpoint.catalog import read_info
+from flatout.training.run_dir.layout import read_summary
 
-Format = Literal["huggingface", "safetensors", "gguf"]
+PROJECT = "https://github.com/flatout-train/flatout"
 
 
 def export_run(
@@ -45,25 +46,25 @@ def export_run(
     """Write a checkpoint to the directory `out` in a format.
 
     Raises: OutputInUse when `out` has other files; ConfigError or DataError when the format cannot
-            express the model or its tokenizer; HardwareError without enough disk; MissingPackage;
-            OSError of the disk.
+            express the model or its tokenizer; OSError of the disk.
     """
     began_s = time.perf_counter()
     require_free(out, overwrite=overwrite)
-    _require_disk(source, out)
+    version = str(import_module("flatout").__version__)
     with whole_folder(out) as folder:
-        written = _write(source, folder, to, shard_mib << 20, progress)
+        if to == "huggingface":
+            written = write_huggingface(source, folder, shard_mib << 20, progress)
+        else:
+            written = _write_safetensors(source, folder, shard_mib << 20, progress)
         made_from = {
             "to": to,
             "run": source.folder.absolute().name,
             "step": source.step,
-            "flatout": card.version(),
+            "flatout": version,
             "model_class": written.model_class,
         }
         write_mark(folder, made_from)
-        library = None if to == "safetensors" else {"gguf": "gguf"}.get(to, "transformers")
-        text = card.model_card(source, _usage(to, written), written.notes, library=library)
-        write_whole(folder / "README.md", text)
+        write_whole(folder / "README.md", _model_card(source, written, version))
         files = sum(path.is_file() for path in folder.iterdir())
     return Export(
         path=str(out),
@@ -79,45 +80,52 @@ def export_run(
     )
 
 
-def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: Progress) -> Written:
-    template = source.template.text if source.template else None
-    if to == "huggingface":
-        return write_huggingface(source, folder, max_bytes, template, progress)
-    if to == "gguf":
-        return Written(gguf.write_gguf(source, folder, template, progress))
+def _write_safetensors(source: Source, folder: Path, max_bytes: int, progress: Progress) -> Written:
     write_json(folder / "config.json", own_config(source))
     source.tokenizer.save(folder / "tokenizer.json")
-    if template is not None:
+    if source.template is not None:
         copy_whole(source.folder / CHAT_TEMPLATE, folder / CHAT_TEMPLATE)
-    write_weights(list(own_tensors(source)), folder, max_bytes, progress)
+    write_shards(folder, list(planned(source, own_names(source))), max_bytes, progress)
     return Written(None)
 
 
-def _usage(to: Format, written: Written) -> str:
-    if to == "gguf":
-        return f"```sh\nllama-cli -m {gguf.FILE} -p 'Once upon a time'\n```"
-    if to == "safetensors":
-        return (
-            "The weights have flatout's names: `flatout train RECIPE train.init_from=DIR` "
-            "starts from them."
-        )
-    trust = ", trust_remote_code=True" if written.needs_code else ""
-    return (
-        f"```python\nfrom transformers import AutoModelForCausalLM, {written.tokenizer_class}\n\n"
-        f"tokenizer = {written.tokenizer_class}.from_pretrained(DIR)\n"
-        f"model = AutoModelForCausalLM.from_pretrained(DIR{trust})\n```"
+def _model_card(source: Source, written: Written, version: str) -> str:
+    """Return the README.md: how to load the model, and what was measured at its step."""
+    head: JsonObject = {"tags": ["flatout"], "pipeline_tag": "text-generation"}
+    usage = (
+        "The weights have flatout's names: `flatout train RECIPE train.init_from=DIR` starts from "
+        "them."
     )
-
-
-def _require_disk(source: Source, out: Path) -> None:
-    disk = out.absolute().parent
-    while not disk.exists():
-        disk = disk.parent
-    needed = source.num_bytes
-    free = shutil.disk_usage(disk).free
-    if needed > free:
-        raise HardwareError(
-            f"The export needs {amount(needed, 'bytes')}. The disk of {disk} has "
-            f"{amount(free, 'bytes')} free.",
-            fix="Free space there, choose --out DIR on a different disk, or add --dtype bfloat16.",
+    if written.model_class:
+        head["library_name"] = "transformers"
+        trust = ", trust_remote_code=True" if written.needs_code else ""
+        usage = (
+            f"```python\nfrom transformers import AutoModelForCausalLM, {written.tokenizer_class}"
+            f"\n\ntokenizer = {written.tokenizer_class}.from_pretrained(DIR)\n"
+            f"model = AutoModelForCausalLM.from_pretrained(DIR{trust})\n```"
         )
+    info, summary = read_info(source.checkpoint), read_summary(source.folder) or {}
+    loss = info.val_loss if info else None
+    if summary.get("steps") == source.step:  # evaluated on the whole validation split
+        loss = finite_numbers(summary).get("val_loss", loss)
+    data = source.config.data
+    names = ", ".join(Path(path).name for path in data.mix or [str(data.path)])
+    tokens = f" and {info.tokens:,} tokens" if info else ""
+    facts = {
+        "parameters": f"{source.num_parameters:,}",
+        "trained on": f"{names}, {source.step:,} steps{tokens}",
+        "validation loss": "not measured" if loss is None else f"{loss:.4f} nats per token",
+        "licence": "not stated",
+    }
+    return "\n".join(
+        [
+            f"---\n{dump_yaml(head)}---\n",
+            f"# {source.folder.absolute().name}\n",
+            f"A language model trained with [flatout]({PROJECT}) {version}.\n",
+            f"{usage}\n",
+            *([*(f"- {note}" for note in written.notes), ""] if written.notes else []),
+            "| | |\n|---|---|",
+            *(f"| {name} | {value} |" for name, value in facts.items()),
+            "",
+        ]
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -18,15 +19,14 @@ from flatout.inference.export.source import GENERATION, Source
 from flatout.inference.export.tokenizer_files import (
     TOKENIZER_CLASS,
     end_of_text,
-    replaced_by_transformers,
     tokenizer_config,
     tokenizer_json,
 )
 from flatout.models.families.exported import MODEL_TYPE, OWN_TOKENIZER
-from flatout.models.families.table import Architecture
+from flatout.models.families.table import SAME, Architecture, TensorMap
 from flatout.models.transformer import TransformerConfig
 from flatout.progress import Progress
-from flatout.storage.files import copy_whole, sync
+from flatout.storage.files import copy_whole
 from flatout.storage.json_io import JsonObject, write_json
 
 MODELING = "modeling_flatout"
@@ -51,9 +51,7 @@ class Written:
     """What the user should know, as sentences."""
 
 
-def write_huggingface(
-    source: Source, folder: Path, max_bytes: int, chat_template: str | None, progress: Progress
-) -> Written:
+def write_huggingface(source: Source, folder: Path, max_bytes: int, progress: Progress) -> Written:
     """Write weights, config, tokenizer and generation settings for transformers.
 
     Raises: ConfigError for a model of the user's own code; CheckpointError.
@@ -61,10 +59,9 @@ def write_huggingface(
     family, reasons = stock_family(source)
     if family is not None:
         config = family.document(source.model)
-        planned = list(foreign_tensors(source, family))
+        tensors = family.tensors(source.model)
         found = Written(str(config["architectures"][0]))
     else:
-        file = _wrapper(source)
         config = own_config(source) | {
             "architectures": [OWN_CLASS],
             "auto_map": {
@@ -72,32 +69,28 @@ def write_huggingface(
                 "AutoModelForCausalLM": f"{MODELING}.{OWN_CLASS}",
             },
         }
-        planned = list(own_tensors(source))
-        copy_whole(file, folder / f"{MODELING}.py")
+        tensors = own_names(source)
+        copy_whole(_wrapper(source), folder / f"{MODELING}.py")
         found = Written(OWN_CLASS, needs_code=True, notes=[no_stock_class(reasons)])
-    dtypes = [tensor.dtype for tensor in planned if tensor.dtype.is_floating_point]
-    end = source.tokenizer.eot_id
-    ids = {f"{name}_id": index for name, (_, index) in source.tokenizer.named_tokens().items()}
-    special: JsonObject = {
-        "bos_token_id": ids.get("bos_token_id", end),
-        "eos_token_id": ids.get("eos_token_id", end),
-    }
+    dtypes = filter(
+        lambda dtype: dtype.is_floating_point, map(source.dtype_of, source.weights.shapes)
+    )
     name = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
-    write_json(folder / "config.json", config | {"dtype": name} | special)
-    no_cache = {"use_cache": False} if found.needs_code else {}
-    stops = list(dict.fromkeys([special["eos_token_id"], *source.stop_ids]))
-    special |= {"eos_token_id": stops if len(stops) > 1 else end}
-    padding = {"pad_token_id": ids.get("pad_token_id", end)}
-    write_json(folder / GENERATION, special | padding | no_cache)
-    found.notes.extend(write_tokenizer(source, folder, chat_template))
-    if replaced_by_transformers(source.tokenizer, str(config["model_type"])):
+    named, end = source.tokenizer.named_tokens(), source.tokenizer.eot_id
+    bos, eos, pad = (named.get(f"{kind}_token", ("", end))[1] for kind in ("bos", "eos", "pad"))
+    shared: JsonObject = {"bos_token_id": bos, "eos_token_id": eos}
+    write_json(folder / "config.json", config | {"dtype": name} | shared)
+    stops = list(dict.fromkeys([eos, *source.stop_ids]))
+    shared |= {"pad_token_id": pad} | ({"eos_token_id": stops} if len(stops) > 1 else {})
+    write_json(folder / GENERATION, shared | ({"use_cache": False} if found.needs_code else {}))
+    found.notes.extend(write_tokenizer(source, folder))
+    if config["model_type"] == "qwen2":
         found.notes.append(
-            f"AutoTokenizer of transformers 5 replaces the tokenizer of a {config['model_type']} "
-            "model by that of the published ones, which gives other ids: load this one with "
-            f"{TOKENIZER_CLASS}.from_pretrained(DIR)."
+            "AutoTokenizer of transformers 5 gives a qwen2 model the tokenizer of the published "
+            f"ones: if the run's is different, load it with {TOKENIZER_CLASS}.from_pretrained(DIR)."
         )
         found = replace(found, tokenizer_class=TOKENIZER_CLASS)
-    write_weights(planned, folder, max_bytes, progress)
+    write_shards(folder, list(planned(source, tensors)), max_bytes, progress)
     return found
 
 
@@ -127,59 +120,39 @@ def no_stock_class(reasons: dict[str, str]) -> str:
     return (
         "No class of transformers has the shape of this model, so the export contains "
         f"{MODELING}.py, which wraps flatout's own: load it with trust_remote_code=True where "
-        "flatout is "
-        f"installed. {why}".rstrip()
+        f"flatout is installed. {why}".rstrip()
     )
 
 
-def foreign_tensors(source: Source, family: Architecture) -> Iterator[Planned]:
-    """Yield the tensors of the family, each computed from one of flatout's when it is written."""
-    read = latest(source.weights.read)
-    for each in family.tensors(source.model):
-        assert each.split is not None, f"{each.name} of a family that can be exported"
-        shape = source.weights.shapes[each.name]
-        parts = each.split(torch.empty(shape, device="meta"))
+def own_names(source: Source) -> list[TensorMap]:
+    """Return every weight under its own name."""
+    return [TensorMap(name, (name,), *SAME) for name in source.weights.shapes]
+
+
+def planned(source: Source, tensors: Iterable[TensorMap]) -> Iterator[Planned]:
+    """Yield the tensors of an export, each computed from one of flatout's when it is written."""
+    read = lru_cache(maxsize=1)(source.weights.read)  # the parts of a weight are read in succession
+    for each in tensors:
+        split = each.split
+        assert split is not None, f"{each.name} of a family that can be exported"
+        parts = split(torch.empty(source.weights.shapes[each.name], device="meta"))
         for index, (name, part) in enumerate(zip(each.foreign, parts, strict=True)):
             yield Planned(
                 name,
                 source.dtype_of(each.name),
                 tuple(part.shape),
-                _part(source, read, each.name, each.split, index),
+                partial(_part, source, each.name, read, split, index),
             )
 
 
 def _part(
     source: Source,
-    read: Callable[[str], Tensor],
     name: str,
+    read: Callable[[str], Tensor],
     split: Callable[[Tensor], Sequence[Tensor]],
     index: int,
-) -> Callable[[], Tensor]:
-    """Return a function that reads one part of a weight, converted after it was computed."""
-    return lambda: source.converted(name, split(read(name))[index])
-
-
-def latest(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Return `read` with its last result kept: the parts of a weight are written in succession."""
-    kept: dict[str, Tensor] = {}
-
-    def again(name: str) -> Tensor:
-        if name not in kept:
-            kept.clear()
-            kept[name] = read(name)
-        return kept[name]
-
-    return again
-
-
-def own_tensors(source: Source) -> Iterator[Planned]:
-    """Yield every weight under its own name."""
-    for name, shape in source.weights.shapes.items():
-        yield Planned(name, source.dtype_of(name), shape, _whole(source, name))
-
-
-def _whole(source: Source, name: str) -> Callable[[], Tensor]:
-    return lambda: source.converted(name, source.weights.read(name))
+) -> Tensor:
+    return source.converted(name, split(read(name))[index])
 
 
 def own_config(source: Source) -> JsonObject:
@@ -219,7 +192,7 @@ def _wrapper(source: Source) -> Path:
     return Path(str(modeling.__file__)).with_name("wrapper.py")
 
 
-def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> list[str]:
+def write_tokenizer(source: Source, folder: Path) -> list[str]:
     """Write tokenizer.json and its settings, or flatout's own file, and return a note on it."""
     try:
         document = tokenizer_json(source.tokenizer)
@@ -230,7 +203,8 @@ def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> 
     max_tokens = getattr(source.model, "max_seq_len", None)
     token = end_of_text(document, source.tokenizer.eot_id)
     named = {name: each for name, (each, _) in source.tokenizer.named_tokens().items()}
-    settings = tokenizer_config(token, named, max_tokens, chat_template)
+    template = source.template.text if source.template else None
+    settings = tokenizer_config(token, named, max_tokens, template)
     write_json(folder / "tokenizer_config.json", settings)
     return _differences(source.tokenizer.document(), source.tokenizer.kind)
 
@@ -246,11 +220,3 @@ def _differences(document: Document, kind: str) -> list[str]:
             "without them."
         ]
     return []
-
-
-def write_weights(planned: list[Planned], folder: Path, max_bytes: int, progress: Progress) -> None:
-    """Write the weights of an export, and report how far it is."""
-    total = sum(tensor.num_bytes for tensor in planned)
-    with progress.task("Writing weights", total=total, unit="bytes") as task:
-        write_shards(folder, planned, max_bytes, task)
-    sync(folder)

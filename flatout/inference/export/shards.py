@@ -11,12 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.progress import Task
+from flatout.progress import Progress
 from flatout.storage.files import not_written, sync
 from flatout.storage.json_io import write_json
 
-STEM = "model"
-INDEX = f"{STEM}.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 """What transformers expects in the header."""
 
@@ -47,29 +46,32 @@ class Planned:
         return tensor
 
 
-def write_shards(folder: Path, planned: Sequence[Planned], max_bytes: int, task: Task) -> None:
+def write_shards(
+    folder: Path, planned: Sequence[Planned], max_bytes: int, progress: Progress
+) -> None:
     """Write tensors to one file, or to files of at most `max_bytes` with an index.
 
     A tensor is never divided: a larger one gets a separate file.
     Raises: OSError of the disk; Unfinished and DataError as `writing`.
     """
     shards = list(_shards(planned, max_bytes))
+    total = sum(tensor.num_bytes for tensor in planned)
     files: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        path = folder / f"{STEM}{part}.safetensors"
-        loaded = {}
-        for tensor in shard:
-            loaded[tensor.name] = tensor.loaded()
-            task.advance(tensor.num_bytes)
-        try:
-            save_file(loaded, path, METADATA)
-        except SafetensorError as error:
-            raise not_written(path, error) from error
-        sync(path)
-        files |= {tensor.name: path.name for tensor in shard}
+    with progress.task("Writing weights", total=total, unit="bytes") as task:
+        for number, shard in enumerate(shards, 1):
+            part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            path = folder / f"model{part}.safetensors"
+            loaded = {}
+            for tensor in shard:
+                loaded[tensor.name] = tensor.loaded()
+                task.advance(tensor.num_bytes)
+            try:
+                save_file(loaded, path, METADATA)
+            except SafetensorError as error:
+                raise not_written(path, error) from error
+            sync(path)
+            files |= {tensor.name: path.name for tensor in shard}
     if len(shards) > 1:
-        total = sum(tensor.num_bytes for tensor in planned)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
@@ -83,11 +85,3 @@ def _shards(planned: Sequence[Planned], max_bytes: int) -> Iterator[list[Planned
         shard.append(tensor)
         size += tensor.num_bytes
     yield shard
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, without a copy.
-
-    Shapes: any.
-    """
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -16,22 +16,17 @@ from flatout.data.conversation.templates import CHAT_TEMPLATE, ChatTemplate, loa
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import CheckpointError
-from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
+from flatout.inference.load import require_fit
+from flatout.models.language_model import LanguageModelConfig, model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import read_json
-from flatout.training.checkpoint.catalog import tokenizer_of
-from flatout.training.checkpoint.merged import MergedWeights, shapes_of
+from flatout.training.checkpoint.catalog import step_of, tokenizer_of
+from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.init_from import run_of
 from flatout.training.run_dir.layout import read_config, trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""The types that weights can be converted to."""
 GENERATION = "generation_config.json"
 """What generation needs to know of a model, such as the tokens that end it."""
 
@@ -43,7 +38,6 @@ class Source:
     folder: Path
     checkpoint: Path
     config: RunConfig
-    model_class: type[LanguageModel]
     model: LanguageModelConfig
     tokenizer: Tokenizer
     weights: MergedWeights
@@ -75,37 +69,25 @@ class Source:
         """The chat template that the run was trained with, if any."""
         return load_template(self.folder / CHAT_TEMPLATE)
 
-    @cached_property
-    def turn_end(self) -> int:
-        """The id of the token that ends an assistant's turn, or else a text."""
-        special = self.tokenizer.special_tokens()
-        end = self.template and Renderer(self.template, tuple(special)).end_token
-        return special[end] if end else self.tokenizer.eot_id
-
-    @cached_property
+    @property
     def stop_ids(self) -> list[int]:
         """The ids after which generation ends: of a text, of a turn, and those of its base."""
+        special = self.tokenizer.special_tokens()
+        turn = self.template and Renderer(self.template, tuple(special)).end_token
+        ends = [self.tokenizer.eot_id, *([special[turn]] if turn else [])]
         base = _stop_ids_of(self.config.train.init_from)
         known = [index for index in range(self.tokenizer.vocab_size) if index in base]
-        return list(dict.fromkeys([self.tokenizer.eot_id, self.turn_end, *known]))
+        return list(dict.fromkeys([*ends, *known]))
 
     @property
     def step(self) -> int:
         """The step of the checkpoint."""
-        return int(self.checkpoint.name.removeprefix("step-"))
+        return step_of(self.checkpoint)
 
     @property
     def num_parameters(self) -> int:
         """The number of weights. Shared ones count once."""
         return sum(map(math.prod, self.weights.shapes.values()))
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all weights in the export."""
-        return sum(
-            math.prod(shape) * self.dtype_of(name).itemsize
-            for name, shape in self.weights.shapes.items()
-        )
 
 
 def open_source(
@@ -127,23 +109,15 @@ def open_source(
     path = find_checkpoint(folder, checkpoint, progress=progress)
     model_class, model_config = model_of(config)
     weights = MergedWeights(path)
-    wanted = shapes_of(model_class.on_meta(model_config, Ops.plain()))
-    stored = weights.shapes
-    for name in sorted(wanted.keys() | stored.keys()):
-        if wanted.get(name) != stored.get(name):
-            raise CheckpointError(
-                f"The weights of {path} do not fit the model in {folder}/config.yaml: {name}.",
-                fix="Restore config.yaml from a copy.",
-            )
+    require_fit(weights, model_class.on_meta(model_config, Ops.plain()), folder)
     return Source(
         folder=folder,
         checkpoint=path,
         config=config,
-        model_class=model_class,
         model=model_config,
         tokenizer=load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path)),
         weights=weights,
-        dtype=DTYPES[dtype] if dtype else None,
+        dtype=getattr(torch, dtype) if dtype else None,
     )
 
 

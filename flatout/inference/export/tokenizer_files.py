@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from flatout.data.tokenizers import Tokenizer
 from flatout.data.tokenizers.base import Document, NotEncodable
-from flatout.data.tokenizers.byte_level import QWEN2, UNSPLIT
 from flatout.errors import DataError
 from flatout.storage.json_io import JsonObject
 
@@ -83,32 +82,6 @@ def _samples(tokenizer: Tokenizer, special: set[int]) -> Iterator[str]:
     drawn = random.Random(0).choices(usable, k=SAMPLE_IDS)
     for start in range(0, SAMPLE_IDS, 50):
         yield tokenizer.decode(drawn[start : start + 50]).replace("\ufffd", "")
-
-
-def replaced_by_transformers(tokenizer: Tokenizer, model_type: str) -> bool:
-    """Return whether AutoTokenizer gives other ids than the tokenizer.json of an export.
-
-    For a Qwen 2 model, it ignores the class that the export names and the way to split text.
-    """
-    document = tokenizer.tokenizer_json()
-    if model_type != "qwen2" or document is None:
-        return False
-    model = document["model"]
-    if model.get("type") != "BPE":
-        return True
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": QWEN2},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    qwen2 = {
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, UNSPLIT]},
-        "decoder": UNSPLIT,
-        "model": model | {"ignore_merges": False},
-    }
-    return first_difference(tokenizer, document | qwen2) is not None
 
 
 def end_of_text(document: Document, eot_id: int) -> str:

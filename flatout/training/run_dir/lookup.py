@@ -62,6 +62,13 @@ def find_run(run: str | Path) -> Path:
     )
 
 
+def is_run(path: str | Path | None) -> bool:
+    """Return whether `run_or_newest` takes `path`: a run, a name, or None. Else it is a model."""
+    if path is None or str(path).startswith("hf:"):
+        return path is None
+    return not Path(path).exists() or (Path(path) / layout.CONFIG).is_file()
+
+
 def run_names() -> list[str]:
     """Return the names of the runs under `runs/`, the newest first."""
     known = layout.list_runs(RUNS) if RUNS.is_dir() else []

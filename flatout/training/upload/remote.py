@@ -1,27 +1,25 @@
 """The remote copy of a run: its files and its checkpoints at a URL. No torch.
 
 URL/NAME/              NAME is the name of the run directory
-├── remote.json        the run directory that sends here
 ├── config.yaml, ...   RUN_FILES, as in the run directory
 ├── loggers/           the run's ids at remote loggers
-├── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
-│                      manifest.json comes last, until then upload.json is there
-└── step-N.1/          the same step, saved again with other content; once it is complete, step-N is
-                       deleted. Then comes step-N.2
+└── step-N-DIGEST/     the files of a checkpoint, with `.zst` appended when they are compressed;
+                       manifest.json comes last, and DIGEST is its own: so nothing is ever replaced
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from flatout.config.sections import UPLOAD_OFF, CheckpointConfig
 from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import ConfigError
 from flatout.storage.json_io import read_model, write_json
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import read_if_there
@@ -57,48 +55,23 @@ RUN_FILES = (
     SUMMARY,
 )
 """Files of a run directory that a resume needs or continues, in the order of restoring them."""
+CONFIGURATION = (REQUESTED, CONFIG, COPY)
 LOGGER_FILE = re.compile(r"\w[\w-]*\.json")
 COMPRESSED = ".zst"
-_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
-
-
-class Sender(BaseModel):
-    """remote.json at the URL: the run directory that sends there."""
-
-    format_version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
-    """Version of this file's format."""
-    id: str
-    """The id in the run directory's own remote.json."""
-    run: str
-    """Its path."""
-    host: str
-    """Its machine."""
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)-[0-9a-f]{8}")
 
 
 class Record(BaseModel):
-    """remote.json in a run directory: where it sends its checkpoints."""
+    """remote.json in a run directory: what it has sent."""
 
     format_version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
     """Version of this file's format."""
-    id: str
-    """A random id."""
     url: str
     """The URL of its remote copy."""
-    replaces: str | None = None
-    """The id of the directory that sent there before this one was restored."""
-    sent: list[int] = []
-    """Steps that are there and have been here: when one is deleted here, it is deleted there."""
-    sending: list[int] = []
-    """The step that was sent last: after a kill it may be there, while `sent` lacks it."""
-
-
-class Uploaded(NamedTuple):
-    """A complete checkpoint in the remote copy."""
-
-    folder: str
-    """The name of its directory."""
-    manifest: bytes
-    """Its manifest, which identifies it."""
+    sent: dict[str, bool] = {}
+    """The checkpoints there by name, and whether each is complete: when one is deleted here, it is
+    deleted there.
+    """
 
 
 def upload_url(upload: str | None, run_folder: Path) -> str | None:
@@ -161,26 +134,14 @@ class RemoteCopy:
         """Return a directory there, such as that of a checkpoint, whether it exists or not."""
         return RemoteFolder(f"{self.url}/{name}")
 
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a small file, or None when there is none."""
-        return read_if_there(f"{self.url}/{name}")
+    def names(self) -> list[str]:
+        """Return the names of the checkpoints there, complete or not, the newest first."""
+        return sorted(filter(_NAME.fullmatch, self.top.files()), key=step_at, reverse=True)
 
-    def folders(self) -> dict[str, int]:
-        """Return the step of each directory of a checkpoint, complete or not, by its name.
-
-        Steps ascend; of one step, the directory that was sent last comes last.
-        """
-        matches = [match for match in map(_FOLDER.fullmatch, self.top.files()) if match]
-        matches.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
-        return {match[0]: int(match[1]) for match in matches}
-
-    def complete(self) -> dict[int, Uploaded]:
-        """Return the complete checkpoints by step, in ascending order, as they were sent last."""
-        return {
-            step: Uploaded(name, manifest)
-            for name, step in self.folders().items()
-            if (manifest := self.read(f"{name}/{catalog.MANIFEST}"))
-        }
+    def manifest(self, name: str) -> bytes | None:
+        """Return the manifest of a checkpoint, or None when it is incomplete or damaged."""
+        content = read_if_there(f"{self.url}/{name}/{catalog.MANIFEST}")
+        return content if content and name_of(step_at(name), content) == name else None
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that no half of it counts."""
@@ -188,26 +149,12 @@ class RemoteCopy:
         folder.remove(catalog.MANIFEST)
         folder.delete()
 
-    def sender(self) -> Sender | None:
-        """Return the run directory that sends here, or None when there is none.
 
-        Raises: CheckpointError when its file is damaged.
-        """
-        content = self.read(REMOTE)
-        try:
-            return None if content is None else Sender.model_validate_json(content)
-        except ValidationError as error:
-            raise CheckpointError(
-                f"{self.url}/{REMOTE} was not written by this version of flatout.",
-                fix="Set a different checkpoint.upload.",
-            ) from error
-
-    def write_sender(self, sender: Sender) -> None:
-        """Store the run directory that sends here from now on."""
-        self.top.put_text(REMOTE, sender.model_dump_json() + "\n")
+def name_of(step: int, manifest: bytes) -> str:
+    """Return the name of a checkpoint in a remote copy."""
+    return f"step-{step}-{hashlib.sha256(manifest).hexdigest()[:8]}"
 
 
-def next_folder(step: int, folder: str | None = None) -> str:
-    """Return the name of a step's directory that comes after `folder`, the last one so far."""
-    match = _FOLDER.fullmatch(folder) if folder else None
-    return f"step-{step}.{int(match[2] or 0) + 1}" if match else f"step-{step}"
+def step_at(name: str) -> int:
+    """Return the step of a checkpoint in a remote copy by its name."""
+    return int(name.split("-")[1])

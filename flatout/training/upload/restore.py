@@ -1,17 +1,17 @@
 """Restores a run from its remote copy when its directory or all checkpoints are gone. No torch.
 
 The name of a run directory is all that leads to its remote copy, so a different run may be there:
-first, its settings and data are compared with the command's. The next start continues a restore
-that was interrupted: until a checkpoint is complete, the run has none.
+first, its settings are compared with the command's. The next start continues a restore that was
+interrupted: until a checkpoint is complete, the run has none.
 """
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -19,30 +19,26 @@ from typing import IO
 from flatout.config import trust
 from flatout.config.schema import RunConfig
 from flatout.data.sources.packed import import_package
-from flatout.data.store.manifest import TOKENIZER
-from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import copy_whole, write_text
-from flatout.storage.remote.folder import Altered, RemoteFolder, Wanted, pull, receive
+from flatout.storage.remote.folder import Altered, Wanted, pull, receive
 from flatout.storage.remote.reading import open_remote
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import COPY, require_unedited
-from flatout.training.run_dir.data_location import require_same_data, require_tokenizer
-from flatout.training.run_dir.resume import UNSEALED_KEYS, continued
+from flatout.training.run_dir.resume import continued
 from flatout.training.upload.remote import (
     COMPRESSED,
+    CONFIGURATION,
     LOGGER_FILE,
     RUN_FILES,
     Record,
     RemoteCopy,
-    Sender,
-    Uploaded,
     read_record,
     require_elsewhere,
+    step_at,
     upload_url,
     write_record,
 )
@@ -51,18 +47,12 @@ START_WITHOUT = (
     "Choose a different run directory with --run-dir DIR, or set checkpoint.upload=none to start "
     "without it."
 )
-OTHER_NAME = (
-    "If it is another run, choose a run directory with a different name with --run-dir DIR, or set "
-    "a different checkpoint.upload."
-)
-CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
 
 
 def restore_lost(
     folder: Path,
     requested: RunConfig,
     *,
-    dataset_of: Callable[[RunConfig], AnyDataset],
     resume: str = "auto",
     trust_code: bool = False,
     are_damaged: bool = False,
@@ -71,13 +61,12 @@ def restore_lost(
     """Restore a run from its remote copy if it has no checkpoint here; return whether.
 
     Fetched are the newest checkpoint, the best one, and the missing files of the run directory.
-    `dataset_of` returns the dataset with which this command trains a configuration. `are_damaged`
-    reports that the checkpoints here cannot be used.
+    `are_damaged` reports that the checkpoints here cannot be used.
 
     Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
-            and CheckpointError when the remote copy is of a run with other settings or data, or is
-            inside the run's own directory, before anything is written here; UntrustedCode, before
-            any checkpoint is fetched; DataError when the server fails; MissingPackage; OSError.
+            when the remote copy is of a run with other settings, or is inside the run's own
+            directory, before anything is written here; UntrustedCode, before any checkpoint is
+            fetched; DataError when the server fails; MissingPackage; OSError.
     """
     require_elsewhere(requested.checkpoint, folder)
     known = layout.read_config(folder)
@@ -86,32 +75,42 @@ def restore_lost(
     if url is None or (catalog.has_saved(folder) and not are_damaged):
         return False
     store = RemoteCopy(url)
-    there = store.complete()
-    if not there:
+    names = store.names()
+    newest = next(filter(store.manifest, names), None)
+    if newest is None:
+        if names and not are_damaged:
+            progress.say(
+                f"{url} has {counted(len(names), 'checkpoint')}, but no complete one: the run "
+                "starts over."
+            )
         return False
     if resume == "never":
         raise CheckpointError(
             f"--resume never would overwrite {url}, which contains the checkpoint of step "
-            f"{max(there)}.",
+            f"{step_at(newest)}.",
             fix="Choose a different directory with --run-dir DIR, a different checkpoint.upload, "
             "or resume with --resume auto.",
         )
     usable = "usable checkpoint" if are_damaged else "checkpoint"
     progress.say(f"{folder} has no {usable}: restoring it from {url}.")
-    sender = store.sender()
     with tempfile.TemporaryDirectory(prefix="flatout-") as work:
         copy = Path(work)
-        newest = max(there)
-        _fetch_description(store, there[newest], copy / f"step-{newest}")
-        _require_same_run(copy, url, sender, requested, dataset_of)
+        described = copy / f"step-{step_at(newest)}"
+        with suppress(Altered, CheckpointError):  # reported when the checkpoint is fetched
+            _pull(store, newest, described, SILENT, only=catalog.INFO)
+        saved = _saved(described)
+        _fetch_missing(store, CONFIGURATION, copy)
+        _require_same_settings(copy, url, saved, requested)
         _restore_config(copy, folder, requested, trust_code)
-    _restore_files(store, folder)
+    ids = filter(LOGGER_FILE.fullmatch, store.folder(layout.LOGGER_STATES).files())
+    loggers = [f"{layout.LOGGER_STATES}/{own}" for own in ids]
+    _fetch_missing(store, (*RUN_FILES, *loggers), folder)
+    claim(folder, checkpoints_folder(folder))
     if read_record(folder, url) is None:
-        replaces = sender.id if sender else None
-        write_record(folder, Record(id=secrets.token_hex(16), url=url, replaces=replaces))
+        write_record(folder, Record(url=url))
     problems = []
-    for newest in sorted(there, reverse=True):
-        problem = _restore_checkpoint(store, newest, there[newest], folder, progress)
+    for newest in names:
+        problem = _restore_checkpoint(store, newest, folder, progress)
         if problem is None:
             break
         problems.append(problem)
@@ -119,15 +118,14 @@ def restore_lost(
         raise CheckpointError(
             f"No checkpoint at {url} is complete. {problems[0]}", fix=START_WITHOUT
         )
-    best = catalog.best_step_of(catalog.checkpoint_path(folder, newest))
-    if best is not None and best in there and best != newest:
-        _restore_checkpoint(store, best, there[best], folder, progress)
-    layout.append_event(folder, "restore", step=newest, url=url)
-    checkpoint = catalog.checkpoint_path(folder, newest)
-    info, saved = catalog.read_info(checkpoint), ""
-    if info is not None:
-        saved = time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(info.saved_at))
-    progress.say(f"Restored {folder} from {url}: step {newest}{saved}{_sent_by(sender)}.")
+    step = step_at(newest)
+    checkpoint = catalog.checkpoint_path(folder, step)
+    best = catalog.best_step_of(checkpoint)
+    for name in names:
+        if step_at(name) == best != step and not _restore_checkpoint(store, name, folder, progress):
+            break
+    layout.append_event(folder, "restore", step=step, url=url)
+    progress.say(f"Restored {folder} from {url}: step {step}{_saved(checkpoint)}.")
     if (folder / layout.SUMMARY).exists():  # else the resume that follows reports it
         damage = damage_of(folder, checkpoint)
         if damage is not None:
@@ -135,79 +133,37 @@ def restore_lost(
     return True
 
 
-def _fetch_description(store: RemoteCopy, stored: Uploaded, checkpoint: Path) -> None:
-    """Fetch what identifies the run: its configuration, its tokenizer, a checkpoint's state.
-
-    They are put beside and in `checkpoint`. If it is damaged, it is omitted: it is reported when
-    it is fetched.
-    """
-    there = store.top.files()
-    for name in (*CONFIGURATION, TOKENIZER):
-        if name in there:
-            _fetch(f"{store.url}/{name}", checkpoint.parent / name)
-    checkpoint.mkdir()
-    try:
-        _pull(store.folder(stored.folder), stored.manifest, checkpoint, SILENT, only=catalog.STATE)
-        catalog.recorded_environment(checkpoint)
-    except (Altered, CheckpointError):
-        shutil.rmtree(checkpoint)
+def _saved(checkpoint: Path) -> str:
+    """Return when and where a checkpoint was saved, as the end of a sentence, if it is known."""
+    info = catalog.read_info(checkpoint)
+    if info is None:
+        return ""
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(info.saved_at))
+    return f", saved {date} UTC on {info.host}"
 
 
-def _require_same_run(
-    copy: Path,
-    url: str,
-    sender: Sender | None,
-    requested: RunConfig,
-    dataset_of: Callable[[RunConfig], AnyDataset],
-) -> None:
-    """Check that `requested` continues the run that was uploaded to `url`.
+def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfig) -> None:
+    """Check that `requested` continues the run at `url`, whose configuration `copy` has.
 
-    `copy` has the run's configuration and tokenizer, and the state of a checkpoint if it could be
-    read. `dataset_of` returns the dataset with which this command trains a configuration. The rules
-    are those for a run directory.
-
-    Raises: ConfigError when the settings are others; CheckpointError when the tokenizer or the
-            training tokens are, or there is no configuration.
+    Raises: ConfigError when the settings are others; CheckpointError when there are none.
     """
     try:
         stored, first = layout.read_config(copy), layout.read_requested(copy)
-        if stored is not None:  # an empty file would be the defaults
-            require_unedited(copy / layout.CONFIG, stored, free=UNSEALED_KEYS)
     except FlatoutError as error:
-        raise CheckpointError(_there(error, copy, url), fix=START_WITHOUT) from error
+        what = error.what.replace(str(copy), url)
+        raise CheckpointError(what, fix=START_WITHOUT) from error
     if stored is None:
         raise CheckpointError(f"{url} has no {layout.CONFIG}.", fix=START_WITHOUT)
     own = {"checkpoint.dir": requested.checkpoint.dir}  # another machine has other disks
-    config = continued(
+    continued(
         stored.with_values(own),
         first and first.with_values(own),
         requested,
         place=url,
-        sent_by=_sent_by(sender),
-        fix=f"{OTHER_NAME} If it is this run, keep its settings.",
+        sent_by=saved,
+        fix="If it is another run, choose a run directory with a different name with --run-dir "
+        "DIR, or set a different checkpoint.upload. If it is this run, keep its settings.",
     )
-    checkpoint = next(iter(copy.glob("step-*")), None)
-    if checkpoint is None:
-        return
-    dataset = dataset_of(config)
-    try:
-        require_tokenizer(copy, dataset, checkpoint)
-        require_same_data(copy, dataset, checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{url} contains a run on other data{_sent_by(sender)}. {_there(error, copy, url)}",
-            fix=f"{OTHER_NAME} If it is this run, restore its dataset.",
-        ) from error
-
-
-def _sent_by(sender: Sender | None) -> str:
-    """Return which directory on which machine sent a run, as part of a sentence."""
-    return f", sent by {sender.run} on {sender.host}" if sender else ""
-
-
-def _there(error: FlatoutError, copy: Path, url: str) -> str:
-    """Return what is wrong, with URLs in place of the paths of the copy."""
-    return error.what.replace(str(copy), url)
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
@@ -228,33 +184,28 @@ def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: 
             layout.write_config(folder, config.with_values(moved))
 
 
-def _restore_files(store: RemoteCopy, folder: Path) -> None:
-    """Fetch the files of the run directory that are missing here."""
-    there = {*store.top.files()}
-    if layout.LOGGER_STATES in there:
-        ids = filter(LOGGER_FILE.fullmatch, store.folder(layout.LOGGER_STATES).files())
-        there |= {f"{layout.LOGGER_STATES}/{name}" for name in ids}
-    for name in (*RUN_FILES, *(name for name in there if "/" in name)):
-        if name in there and not (folder / name).exists():
+def _fetch_missing(store: RemoteCopy, names: Iterable[str], folder: Path) -> None:
+    """Fetch the files of the run directory that `folder` lacks."""
+    there = store.top.files()
+    for name in names:
+        if name.partition("/")[0] in there and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
-            _fetch(f"{store.url}/{name}", folder / name)
-    claim(folder, checkpoints_folder(folder))
+            with open_remote(f"{store.url}/{name}") as source:
+                receive(source, folder / name, f"{store.url}/{name}", fix=START_WITHOUT)
 
 
 def _restore_checkpoint(
-    store: RemoteCopy, step: int, stored: Uploaded, folder: Path, progress: Progress
+    store: RemoteCopy, name: str, folder: Path, progress: Progress
 ) -> str | None:
     """Fetch a checkpoint, check it against its manifest, and return what is wrong with it.
 
     After a kill or an error, the files that are complete stay for the next attempt.
     """
-    final = catalog.checkpoint_path(folder, step)
+    final = catalog.checkpoint_path(folder, step_at(name))
     work = final.with_name(f"{final.name}.tmp-restore")
     fetched = work / final.name
-    fetched.mkdir(parents=True, exist_ok=True)
-    remote = store.folder(stored.folder)
     try:
-        _pull(remote, stored.manifest, fetched, progress)
+        _pull(store, name, fetched, progress)
         problems = catalog.verify(fetched, check=catalog.check_size)
     except (Altered, CheckpointError) as error:
         problems = [error.what]
@@ -263,18 +214,24 @@ def _restore_checkpoint(
     shutil.rmtree(work, ignore_errors=True)
     if not problems:
         return None
-    problem = problems[0].replace(str(fetched), remote.url)
-    progress.say(f"Checkpoint {final.name} at {store.url} cannot be used: {problem}")
+    problem = problems[0].replace(str(fetched), f"{store.url}/{name}")
+    progress.say(f"Checkpoint {name} at {store.url} cannot be used: {problem}")
     return problem
 
 
 def _pull(
-    remote: RemoteFolder, manifest: bytes, target: Path, progress: Progress, *, only: str = ""
+    store: RemoteCopy, name: str, target: Path, progress: Progress, *, only: str = ""
 ) -> None:
     """Fetch the files of a checkpoint that `target` lacks, which may be compressed there.
 
-    Raises: CheckpointError when the manifest is damaged; as `pull`.
+    Raises: CheckpointError when the manifest is damaged or missing; as `pull`.
     """
+    manifest, remote = store.manifest(name), store.folder(name)
+    if manifest is None:
+        raise CheckpointError(
+            f"{remote.url}/{catalog.MANIFEST} is missing or damaged.", fix=START_WITHOUT
+        )
+    target.mkdir(parents=True, exist_ok=True)
     write_text(target / catalog.MANIFEST, manifest.decode(errors="replace"))
     files = catalog.read_manifest(target).files
     for path in target.iterdir():
@@ -295,9 +252,9 @@ def _pull(
         remote.url,
         manifest,
         [
-            Wanted(name, facts.bytes, partial(catalog.check_file, facts=facts))
-            for name, facts in files.items()
-            if only in ("", name)
+            Wanted(file, facts.bytes, partial(catalog.check_file, facts=facts))
+            for file, facts in files.items()
+            if only in ("", file)
         ],
         target,
         fix="Use a different checkpoint.",
@@ -305,8 +262,3 @@ def _pull(
         progress=progress,
         open_file=open_file,
     )
-
-
-def _fetch(url: str, target: Path) -> None:
-    with open_remote(url) as source:
-        receive(source, target, url, fix=START_WITHOUT)

@@ -8,12 +8,10 @@ All ranks write to one file system.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +22,12 @@ from queue import SimpleQueue
 from threading import Event, Thread
 
 from flatout.config.sections import CheckpointConfig
-from flatout.errors import CheckpointError, FlatoutError, in_shell, on_one_line, without_secrets
+from flatout.errors import CheckpointError, DataError, FlatoutError, on_one_line, without_secrets
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import FileEntry, entry_of
+from flatout.storage.files import entry_of
 from flatout.storage.json_io import JsonObject
 from flatout.storage.remote.connection import Unreachable
-from flatout.storage.remote.folder import CLAIM, Claim, RemoteFolder, push
+from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.parallel import Advance, transfer_all
 from flatout.storage.remote.reading import Description
 from flatout.training.checkpoint import catalog
@@ -37,14 +35,14 @@ from flatout.training.metrics.observers import Quiet
 from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY, append_event
 from flatout.training.upload.remote import (
     COMPRESSED,
+    CONFIGURATION,
     LOGGER_FILE,
     RUN_FILES,
     Record,
     RemoteCopy,
-    Sender,
-    Uploaded,
-    next_folder,
+    name_of,
     read_record,
+    step_at,
     upload_url,
     write_record,
 )
@@ -59,10 +57,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 600.0
 POLL_S = 0.05
 Report = Callable[..., object]
 """Receives the kind of an event, and its fields."""
-
-
-class TakenOver(CheckpointError):
-    """The run was restored elsewhere, and continues there."""
 
 
 class GivenUp(CheckpointError):
@@ -81,55 +75,32 @@ class Uploader(Quiet):
         self._run_folder = run_folder
         self._store = RemoteCopy(url)
         self._compress = compress
-        self._record = Record(id="", url=url)
-        """Its id is empty until the URL is claimed."""
-        self._there: dict[int, Uploaded] = {}
-        """The complete checkpoints in the remote copy by step."""
-        self._is_there_known = False
-        self._sent_files: dict[str, FileEntry] = {}
-        """The files of the run directory that this process has sent, by name."""
-        self._saved: SimpleQueue[int] = SimpleQueue()
-        self._waiting: set[int] = set()
-        """Steps that this process has saved, and not sent."""
+        self._record = read_record(run_folder, url)
+        """None until it is known that the URL is free, or this run's."""
+        self._is_known = False
+        """Whether the record is what the URL has."""
         self._news: SimpleQueue[tuple[str, JsonObject]] = SimpleQueue()
         self._reason: str | None = None
         """Why the last attempt failed."""
-        self._is_over = False
-        """Whether another run directory sends there now."""
         self._wake, self._closing, self._given_up = Event(), Event(), Event()
         self._moved_s = 0.0
         self._report: Report
         self._thread = Thread(target=self._work, name="flatout-upload", daemon=True)
 
     def claim(self) -> None:
-        """Check that the URL belongs to this run directory, or take it when it is empty.
+        """Check that the URL can be written and has no checkpoints of a different run.
 
-        Raises: CheckpointError when it contains the checkpoints of another run or other files, or
-                when this run was restored elsewhere; DataError when it cannot be written.
+        Raises: CheckpointError when it has, or remote.json is damaged; DataError.
         """
-        sender, record = self._store.sender(), read_record(self._run_folder, self._store.url)
-        if sender is None and self._store.top.files():
-            raise CheckpointError(
-                f"{self.url} is not empty and is not the remote copy of a run.",
-                fix="Set a different checkpoint.upload, or remove what is there.",
-            )
-        if record is None:
-            if sender is not None and self._store.complete():
+        if self._record is None:
+            if any(map(self._store.manifest, self._store.names())):
                 raise CheckpointError(
-                    f"{self.url} contains the checkpoints of another run, {sender.run} on "
-                    f"{sender.host}.",
+                    f"{self.url} contains the checkpoints of another run.",
                     fix="Choose a run directory with a different name with --run-dir DIR, or set "
                     "a different checkpoint.upload.",
                 )
-            replaces = sender.id if sender else None
-            record = Record(id=secrets.token_hex(16), url=self._store.url, replaces=replaces)
-        elif sender is not None and sender.id not in (record.id, record.replaces):
-            raise self._taken_over(sender)
-        write_record(self._run_folder, record)
-        if sender is None or sender.id != record.id:
-            own = str(self._run_folder.absolute())
-            self._store.write_sender(Sender(id=record.id, run=own, host=socket.gethostname()))
-        self._record = record
+            self._keep({})
+        self._send_run_files(CONFIGURATION)
 
     def start(self, report: Report) -> None:
         """Start the thread. `report` is called in this one."""
@@ -139,11 +110,10 @@ class Uploader(Quiet):
     def on_event(self, event: JsonObject) -> None:
         """Send a checkpoint that was just completed."""
         if event["event"] == "save":
-            self._saved.put(event["step"])
             self._wake.set()
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Report what was sent, dropped or failed since the last call."""
+        """Report what was sent, or failed, since the last call."""
         while not self._news.empty():
             kind, fields = self._news.get()
             self._report(kind, **fields)
@@ -173,8 +143,8 @@ class Uploader(Quiet):
                     break
             self._given_up.set()
         self.on_tick(0, 0)
-        unsent = [step for step in self._local() if step not in self._record.sent]
-        if unsent and not self._is_over:
+        unsent = sorted(step_at(name) for name in self._local() if not self._sent.get(name))
+        if unsent:
             reason = self._reason or "there was too little time"
             self._report("upload_pending", steps=unsent, url=self.url, reason=reason)
 
@@ -190,10 +160,6 @@ class Uploader(Quiet):
                 self._reason = None
             except GivenUp:
                 return
-            except TakenOver as error:
-                self._is_over = True
-                self._failed(error)
-                return
             except Exception as error:  # training continues without uploads, whatever happens
                 self._failed(error)
                 failed = True
@@ -204,84 +170,69 @@ class Uploader(Quiet):
 
     def _failed(self, error: Exception) -> None:
         """Report a failure, unless it is the same as before."""
-        self._is_there_known = False  # an unfinished request may have changed it
+        self._is_known = False  # an unfinished request may have changed what is there
         what = error.what if isinstance(error, FlatoutError) else str(error) or type(error).__name__
         reason = on_one_line(without_secrets(what)).rstrip(".")[:300]
         if reason != self._reason:
-            fields = {"url": self.url, "reason": reason}
-            fields |= {"fix": error.fix} if isinstance(error, TakenOver) else {}
-            self._news.put(("upload_failed", fields))
+            self._news.put(("upload_failed", {"url": self.url, "reason": reason}))
         self._reason = reason
 
     def _send_all(self, *, with_run_files: bool) -> None:
-        if not self._record.id:
+        if self._record is None:
             self.claim()
-        if not self._is_there_known:
-            self._there, self._is_there_known = self._store.complete(), True
-            for last in self._there.keys() & set(self._record.sending):  # after a kill
-                self._store.folder(self._there[last].folder).remove(CLAIM)
-            self._remove_leftovers()
-            newest = max(self._local(), default=None)
-            if newest is not None and newest not in self._lacking():
-                self._prune(newest)  # a kill may have come between upload and this
+        if not self._is_known:
+            self._compare()
+        self._prune()
         while (step := self._next_step()) is not None:
             with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:
                     self._send_checkpoint(step, source, work)
-                    self._prune(step)
-                    self._remove_leftovers()
-        if with_run_files:
+            self._prune()
+        if with_run_files:  # the summary, which marks a finished run, follows its checkpoints
             self._send_run_files(RUN_FILES)
 
-    def _remove_leftovers(self) -> None:
-        """Delete interrupted uploads that nothing continues, and what another has replaced."""
-        self._require_own()
-        kept, unsent = {stored.folder for stored in self._there.values()}, self._lacking()
-        for name, step in self._store.folders().items():
-            if step not in unsent and name not in kept:
-                self._store.delete(name)
+    def _compare(self) -> None:
+        """Record what is there of the checkpoints here, of what was sent, and of killed uploads."""
+        local, found = self._local(), dict[str, bool]()
+        for name in self._store.names():
+            try:
+                is_whole = self._store.manifest(name) is not None
+            except Unreachable:
+                raise
+            except DataError:  # what cannot be read back is sent again
+                is_whole = name not in local
+            if name in local or name in self._sent or not is_whole:
+                found[name] = is_whole
+        self._keep(found)
+        self._is_known = True
 
     def _next_step(self) -> int | None:
-        """Return the newest step that is not uploaded; report those deleted before their turn."""
+        """Return the newest step here that is not uploaded."""
         self._require_time()
-        while not self._saved.empty():
-            self._waiting.add(self._saved.get())
-        local = self._local()
-        for step in sorted(self._waiting - local.keys()):
-            self._news.put(("upload_dropped", {"step": step, "url": self.url}))
-        lacking = self._lacking()
-        self._waiting &= lacking
-        self._remember(local.keys() - lacking, lacking=lacking)
-        return max(lacking, default=None)
+        return max(
+            (step_at(name) for name in self._local() if not self._sent.get(name)), default=None
+        )
 
     def _send_checkpoint(self, step: int, source: Path, work: Path) -> None:
-        """Send a checkpoint: what describes it first, then its files, its manifest last."""
-        began_s = time.monotonic()
-        self._require_own()  # before anything there is replaced
-        manifest = (source / catalog.MANIFEST).read_bytes()
-        names = sorted(path.name for path in source.iterdir() if path.name != catalog.MANIFEST)
-        claim, found = Claim(manifest=hashlib.sha256(manifest).hexdigest()), None
-        # A complete one with other content stays until this one is complete.
-        earlier = self._there[step].folder if step in self._there else None
-        folder = next_folder(step, earlier)
-        for name in [name for name, its in self._store.folders().items() if its == step]:
-            if self._store.read(f"{name}/{CLAIM}") == claim.text().encode():
-                folder, found = name, claim
-            elif name != earlier:  # another interrupted upload
-                self._store.delete(name)
-        remote = self._store.folder(folder)
-        sizes: list[int] = []
-        with push(remote, manifest, claim, found) as sent:
-            jobs = [
-                partial(self._send_file, remote, source / name, work, sent, sizes) for name in names
-            ]
-            transfer_all(f"Sending step {step}", jobs, 0, SILENT)
-            self._send_run_files([name for name in RUN_FILES if name != SUMMARY])
-            self._require_time()
-            self._write_record(sending=[step])
-        self._there[step] = Uploaded(folder, manifest)
-        self._waiting.discard(step)
-        self._remember([step])
+        """Send a checkpoint: its files, those of the run, and its manifest last."""
+        began_s, manifest = time.monotonic(), source / catalog.MANIFEST
+        name = name_of(step, manifest.read_bytes())
+        self._keep(self._sent | {name: False})
+        remote, sizes = self._store.folder(name), list[int]()
+        sent = remote.files()
+        jobs = [
+            partial(self._send_file, remote, path, work, sent, sizes)
+            for path in sorted(source.iterdir())
+            if path.name != catalog.MANIFEST
+        ]
+        transfer_all(f"Sending step {step}", jobs, 0, SILENT)
+        self._send_run_files([file for file in RUN_FILES if file != SUMMARY])
+        self._require_time()
+        remote.send(manifest, entry_of(manifest))
+        if self._store.manifest(name) is None:  # a store without checksums altered it
+            remote.remove(catalog.MANIFEST)
+            raise remote.altered(catalog.MANIFEST)
+        self._keep(self._sent | {name: True})
         seconds = round(time.monotonic() - began_s, 3)
         fields = {"step": step, "url": self.url, "bytes": sum(sizes), "seconds": seconds}
         self._news.put(("upload", fields))
@@ -315,12 +266,7 @@ class Uploader(Quiet):
             packed.unlink()
 
     def _send_run_files(self, names: Iterable[str]) -> None:
-        """Send the files of the run directory that have changed.
-
-        The summary, which marks the run as finished, comes after the last checkpoint. Copies
-        are sent: metrics and events grow meanwhile.
-        """
-        self._require_own()
+        """Send files of the run directory. Copies are sent: metrics and events grow meanwhile."""
         loggers = self._run_folder / LOGGER_STATES
         states = sorted(loggers.iterdir()) if loggers.is_dir() else []
         ids = [path.name for path in states if LOGGER_FILE.fullmatch(path.name)]
@@ -329,10 +275,8 @@ class Uploader(Quiet):
                 if (self._run_folder / name).is_file():
                     copy = Path(shutil.copyfile(self._run_folder / name, Path(work) / "copy"))
                     entry = entry_of(copy).model_copy(update={"name": name})
-                    if self._sent_files.get(name) != entry:
-                        self._store.top.send(copy, entry)
-                        self._sent_files[name] = entry
-                        self._moved_s = time.monotonic()
+                    self._store.top.send(copy, entry)
+                    self._moved_s = time.monotonic()
 
     def _require_time(self) -> None:
         """Check that the run still waits: after its end, nothing may be sent or written."""
@@ -342,54 +286,33 @@ class Uploader(Quiet):
                 fix="Start it again: the rest is sent.",
             )
 
-    def _require_own(self) -> None:
-        """Check that the run was not restored elsewhere meanwhile."""
-        sender = self._store.sender()
-        if sender is not None and sender.id != self._record.id:
-            raise self._taken_over(sender)
-
-    def _taken_over(self, sender: Sender) -> TakenOver:
-        return TakenOver(
-            f"The run was restored from {self.url} and continues as {sender.run} on {sender.host}.",
-            fix=f"Continue it there. Or set checkpoint.upload=none to continue "
-            f"{in_shell(self._run_folder)} without uploads.",
-        )
-
-    def _prune(self, newest: int) -> None:
-        """Delete the uploaded checkpoints that were sent from here and deleted here."""
+    def _prune(self) -> None:
+        """Delete there what was sent from here and deleted here, once the newest is complete."""
         local = self._local()
-        if not local:
+        if not local or not self._sent.get(max(local, key=step_at)):
             return
-        self._require_own()
-        for step in sorted(self._there.keys() & set(self._record.sent) - local.keys() - {newest}):
-            self._store.delete(self._there.pop(step).folder)
-        self._remember([])
+        for name in self._sent.keys() - local:
+            self._store.delete(name)
+        self._keep({name: is_whole for name, is_whole in self._sent.items() if name in local})
 
-    def _local(self) -> dict[int, bytes]:
-        """Return the manifests of the run directory's checkpoints by step."""
-        found = {}
+    def _local(self) -> set[str]:
+        """Return the names that the run directory's checkpoints have in the remote copy."""
+        found = set()
         for step in catalog.steps(self._run_folder):
             with suppress(FileNotFoundError):  # deleted meanwhile
                 path = catalog.checkpoint_path(self._run_folder, step) / catalog.MANIFEST
-                found[step] = path.read_bytes()
+                found.add(name_of(step, path.read_bytes()))
         return found
 
-    def _lacking(self) -> set[int]:
-        """Return the steps here that the remote copy lacks, or has with other content."""
-        there = {step: stored.manifest for step, stored in self._there.items()}
-        return {step for step, manifest in self._local().items() if there.get(step) != manifest}
+    @property
+    def _sent(self) -> dict[str, bool]:
+        return self._record.sent if self._record else {}
 
-    def _remember(self, steps: Iterable[int], *, lacking: Iterable[int] = ()) -> None:
-        """Store that the remote copy has `steps`, and not `lacking`."""
-        known = {*self._record.sent, *self._record.sending, *steps}
-        sent = sorted((known & self._there.keys()) - {*lacking})
-        if sent != self._record.sent:
-            self._write_record(sent=sent)
-
-    def _write_record(self, **fields: list[int]) -> None:
-        """Store the record with other values of some fields."""
-        self._record = self._record.model_copy(update=fields)
-        write_record(self._run_folder, self._record)
+    def _keep(self, sent: dict[str, bool]) -> None:
+        """Store what is there, by name."""
+        if self._record is None or sent != self._record.sent:
+            self._record = Record(url=self._store.url, sent=sent)
+            write_record(self._run_folder, self._record)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from flatout.cli import main as cli
 from flatout.cli.commands.generate import generate
 from flatout.errors import CheckpointError, ConfigError, DataError
-from flatout.inference.generate import sample
+from flatout.inference.generate import Sampling, sample
 from flatout.inference.load import load_run
 
 pytestmark = pytest.mark.slow
@@ -149,7 +149,7 @@ def test_the_checkpoint_can_be_chosen(fox_run, typed):
     for name in ("1", "2", "3", "best", "last"):
         loaded = load_run(folder, name, device="cpu")
         texts[name] = text_of(typed(folder, "--checkpoint", name, "--max-tokens", 30))
-        pieces = sample(loaded.model, loaded.tokenizer, max_tokens=30, max_context=32)
+        pieces = sample(loaded.model, loaded.tokenizer, "", Sampling(max_tokens=30), max_context=32)
         assert texts[name] == "".join(pieces)
     assert texts["last"] == texts["3"]
     assert len(set(texts.values())) > 1

@@ -20,16 +20,6 @@ URL = "s3://bucket/runs/x"
             "Training continues. They are sent later.",
         ),
         (
-            {"event": "upload_failed", "reason": "It continues on nodeB", "fix": "Do that."},
-            "Checkpoints are no longer sent to s3://bucket/runs/x. It continues on nodeB. "
-            "Training continues here. Do that.",
-        ),
-        (
-            {"event": "upload_dropped", "step": 5},
-            "Step 5 was deleted here before it could be sent to s3://bucket/runs/x: "
-            "saves are faster than uploads.",
-        ),
-        (
             {"event": "upload_pending", "steps": [4, 5], "reason": "there was too little time"},
             "Not yet sent to s3://bucket/runs/x: step 4, 5 (there was too little time). "
             "The next start of this run sends it.",

@@ -12,7 +12,7 @@ from flatout.cli.commands.chat import chat
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.inference import chat as inference
+from flatout.inference import generate as inference
 
 ENDOFTEXT, IM_END = 256, 258
 

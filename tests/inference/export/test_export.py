@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
@@ -12,12 +11,10 @@ from safetensors.torch import load_file
 
 from flatout.config.registry import MODELS
 from flatout.data.conversation.templates import CHAT_TEMPLATE, named_template
-from flatout.errors import HardwareError, OutputInUse
-from flatout.inference.export import export
+from flatout.errors import OutputInUse
 from flatout.inference.export.destination import require_free
 from flatout.models.families.export_mark import MARK
 from flatout.models.families.source import ForeignWeights, find_model
-from flatout.training.checkpoint import tensors
 from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import read_weights
 
@@ -64,14 +61,9 @@ def test_the_chat_template_of_the_run_is_part_of_the_tokenizer(make_run, export_
     assert settings["chat_template"] == template.text
 
 
-@pytest.mark.parametrize(
-    "line", ['{"x": 1}', '{"event": "start", "environment": [], "machine": 5}']
-)
-def test_events_that_lack_keys_do_not_prevent_an_export(make_run, export_to, line):
+def test_a_summary_that_lacks_numbers_does_not_prevent_an_export(make_run, export_to):
     run = make_run("llama", SHAPES["llama"])
-    (run / "events.jsonl").write_text(f"{line}\n")
-    (run / "metrics.jsonl").write_text('{"step": 0, "val/loss": "low", "tokens": null}\n[]\n')
-    (run / "summary.json").write_text('{"steps": 0, "val_loss": "low", "mfu": [], "tokens": "x"}')
+    (run / "summary.json").write_text('{"steps": 0, "val_loss": "low"}')
     out, _ = export_to(run)
     assert "not measured" in (out / "README.md").read_text()
 
@@ -85,7 +77,7 @@ def test_an_earlier_export_is_replaced_only_on_request(make_run, export_to, tmp_
     assert contents(out) == before
     export_to(run, overwrite=True)
     assert contents(out)["model.safetensors"] != before["model.safetensors"]
-    assert [path.name for path in tmp_path.glob("llama-*")] == [out.name]
+    assert [path.name for path in tmp_path.glob("*llama-*")] == [out.name]
 
 
 def test_an_export_survives_a_kill_at_every_rename(make_run, export_to, tmp_path):
@@ -116,7 +108,7 @@ def test_an_export_survives_a_kill_at_every_rename(make_run, export_to, tmp_path
     assert subprocess.run(words, check=False).returncode == 9
     assert [*contents(out)] == [MARK]
     export_to(run, overwrite=True)
-    assert [*tmp_path.glob("*.old")] == []
+    assert [path.name for path in tmp_path.glob("*llama-*")] == [out.name]
 
 
 def test_other_files_are_never_replaced(tmp_path):
@@ -153,29 +145,4 @@ def test_a_failure_leaves_nothing_half_written(make_run, export_to, monkeypatch,
     with pytest.raises(OSError, match="No space"):
         export_to(run, overwrite=True)
     assert (contents(out) if out.exists() else None) == before
-    assert [path.name for path in tmp_path.glob("llama-*")] == [out.name] * had_one
-
-
-def test_too_little_disk_is_reported_before_anything_is_written(make_run, export_to, monkeypatch):
-    run = make_run()
-    usage = export.shutil.disk_usage(run)
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(HardwareError, match=r"The disk of .* has 1\.0 kB free"):
-        export_to(run)
-
-
-def test_at_most_two_weights_of_a_gguf_file_are_in_memory(make_run, export_to, monkeypatch):
-    pytest.importorskip("gguf")
-    run = make_run("deep", {**SHAPES["llama"], "num_layers": 8})
-    empty, known, most = tensors.empty, [], [0]
-
-    def counted(*arguments):
-        weight = empty(*arguments)
-        known.append(weakref.ref(weight))
-        most.append(sum(one() is not None for one in known))
-        return weight
-
-    monkeypatch.setattr(tensors, "empty", counted)
-    export_to(run, "gguf")
-    assert len(known) > 40
-    assert max(most) <= 2
+    assert [path.name for path in tmp_path.glob("*llama-*")] == [out.name] * had_one

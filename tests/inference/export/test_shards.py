@@ -28,13 +28,8 @@ def planned(tensors):
     ]
 
 
-def write(function, *arguments):
-    with SILENT.task("Writing") as task:
-        function(*arguments, task)
-
-
 def test_the_library_reads_what_was_written(tmp_path):
-    write(write_shards, tmp_path, planned(TENSORS), 1 << 20)
+    write_shards(tmp_path, planned(TENSORS), 1 << 20, SILENT)
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -45,7 +40,7 @@ def test_the_library_reads_what_was_written(tmp_path):
 
 
 def test_a_small_model_is_one_file_without_an_index(tmp_path):
-    write(write_shards, tmp_path, planned(TENSORS), 1 << 20)
+    write_shards(tmp_path, planned(TENSORS), 1 << 20, SILENT)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -53,7 +48,7 @@ def test_files_stay_within_the_limit_unless_one_tensor_is_larger(tmp_path):
     tensors = {
         name: torch.full((size,), 1.0) for name, size in zip("abcd", (10, 10, 100, 5), strict=True)
     }
-    write(write_shards, tmp_path, planned(tensors), 100)
+    write_shards(tmp_path, planned(tensors), 100, SILENT)
     index = json.loads((tmp_path / INDEX).read_text())
     assert index == {
         "metadata": {"total_size": 500},
@@ -78,14 +73,14 @@ def test_the_tensors_of_one_file_are_in_memory(tmp_path):
         return tensor
 
     tensors = [Planned(f"t{number}", torch.float32, (10,), read) for number in range(20)]
-    write(write_shards, tmp_path, tensors, 100)
+    write_shards(tmp_path, tensors, 100, SILENT)
     assert len(known) == 20
     assert max(most) <= 4, "two of the file that is written, and two of the one that is read"
 
 
 def test_parts_of_one_weight_are_written_apart(tmp_path):
     whole = torch.arange(12.0).reshape(4, 3)
-    write(write_shards, tmp_path, planned({"top": whole[:2], "bottom": whole[2:]}), 1 << 20)
+    write_shards(tmp_path, planned({"top": whole[:2], "bottom": whole[2:]}), 1 << 20, SILENT)
     found = load_file(tmp_path / "model.safetensors")
     assert torch.equal(torch.cat([found["top"], found["bottom"]]), whole)
 
@@ -93,4 +88,4 @@ def test_parts_of_one_weight_are_written_apart(tmp_path):
 def test_a_tensor_that_differs_from_its_plan_is_a_bug(tmp_path):
     wrong = [Planned("a", torch.float32, (2,), lambda: torch.zeros(3))]
     with pytest.raises(AssertionError, match="a"):
-        write(write_shards, tmp_path, wrong, 1 << 20)
+        write_shards(tmp_path, wrong, 1 << 20, SILENT)

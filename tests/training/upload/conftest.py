@@ -8,6 +8,7 @@ from fakes import fake_checkpoint
 from flatout.config.schema import load_config
 from flatout.progress import SILENT
 from flatout.training.run_dir import layout
+from flatout.training.upload.remote import name_of
 from flatout.training.upload.uploader import Uploader
 
 URL = "faulty://bucket/runs"
@@ -27,6 +28,11 @@ class Directory:
     def checkpoint(self, step, **content):
         """Write a fake checkpoint."""
         return fake_checkpoint(self.path, step, **{"model": b"weights of %d" % step, **content})
+
+    def there(self, step):
+        """Return the directory of a checkpoint in the store."""
+        manifest = self.path / "checkpoints" / f"step-{step}" / "manifest.json"
+        return f"/bucket/runs/run/{name_of(step, manifest.read_bytes())}"
 
     def report(self, kind, **fields):
         """Record an event."""
@@ -69,12 +75,14 @@ def run(tmp_path, store):
 
 @pytest.fixture
 def uploaded(store):
-    """Return a function that lists the uploaded files, or those of one directory there."""
+    """Return a function that lists the uploaded files, or those of one step there."""
 
-    def names(folder=None):
-        folder = f"step-{folder}" if isinstance(folder, int) else folder
-        start = "/bucket/runs/run/" + (f"{folder}/" if folder else "")
-        return {path.removeprefix(start) for path in store.store if path.startswith(start)}
+    def names(step=None):
+        start = "/bucket/runs/run/"
+        paths = {path.removeprefix(start) for path in store.store if path.startswith(start)}
+        if step is None:
+            return paths
+        return {path.partition("/")[2] for path in paths if path.startswith(f"step-{step}-")}
 
     return names
 

