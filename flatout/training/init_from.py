@@ -30,7 +30,6 @@ from flatout.training.checkpoint.contents import digest_of, find_base, keep_base
 from flatout.training.checkpoint.merged import MergedWeights, load_initial_weights, shapes_of
 from flatout.training.checkpoint.weights import plain_name
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 
@@ -78,7 +77,6 @@ def resolve_init_from(
             )
         else:
             require_tokenizer(run_folder, dataset, path)
-            require_as_trained(run_folder / layout.CONFIG, source)
         theirs = source.model.model_dump(mode="json") if source else {}
         _require_fit(config, path, theirs, shapes_of(model))
     with_adapters(model, config.lora)

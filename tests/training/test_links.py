@@ -8,7 +8,6 @@ import pytest
 
 from flatout.cli.commands.runs import runs
 from flatout.config.documents import read_document
-from flatout.config.schema import RunConfig
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.store.manifest import read_manifest
 from flatout.errors import CheckpointError, DataError, FlatoutError
@@ -16,7 +15,7 @@ from flatout.storage import json_io
 from flatout.storage.json_io import append_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
-from flatout.training.run_dir import config_seal, layout, lock
+from flatout.training.run_dir import layout, lock
 from flatout.training.run_dir.lock import hold_lock, is_locked
 
 pytestmark = pytest.mark.slow
@@ -82,9 +81,6 @@ READERS = {
     "json_io.read_json": json_io.read_json,
     "json_io.read_lines": lambda path: list(json_io.read_lines(path)),
     "manifest.read_manifest": lambda path: read_manifest(path.parent),
-    "config_seal.require_unedited": lambda path: config_seal.require_unedited(
-        path, RunConfig(), free=()
-    ),
 }
 
 

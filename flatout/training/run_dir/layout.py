@@ -2,7 +2,6 @@
 
 RUN/
 ├── config.yaml       fully resolved, with the choices of `auto`
-├── config.copy.yaml  a copy, to show which settings were edited in config.yaml
 ├── asked.yaml        the configuration as requested, before `auto` was resolved
 ├── tokenizer.json    the dataset's tokenizer, so that the model can be used without the data
 ├── chat_template.json  with conversations in the data: how their turns are written
@@ -54,12 +53,6 @@ from flatout.storage.json_io import (
 from flatout.storage.recognised import read_regular
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
-from flatout.training.run_dir.config_seal import (
-    COPY,
-    require_as_trained,
-    require_whole,
-    write_sealed,
-)
 
 CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "config.yaml",
@@ -78,7 +71,6 @@ LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
 REMOTE = "remote.json"
 WRITTEN = (
     CONFIG,
-    COPY,
     REQUESTED,
     TOKENIZER,
     CHAT_TEMPLATE,
@@ -103,7 +95,7 @@ WRITTEN = (
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT, "base")
+STARTED = (REQUESTED, ORIGIN, OWNER, LEFT_OUT, "base")
 """What a first start writes before config.yaml, which makes a directory a run directory."""
 
 
@@ -116,26 +108,25 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
     claim(folder, folder_in(config.checkpoint.dir, folder))
     if requested is not None:
         write_requested(folder, requested)
-    write_sealed(_yaml(config), folder / COPY, folder / CONFIG)
+    write_text(folder / CONFIG, _yaml(config))
     if requested is not None:
         trust.remember(folder, requested.references())
 
 
 def write_requested(folder: Path, requested: RunConfig) -> None:
-    """Store the configuration as requested, with its digest."""
-    write_sealed(_yaml(requested), folder / REQUESTED)
+    """Store the configuration as requested."""
+    write_text(folder / REQUESTED, _yaml(requested))
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
     """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
     None when the directory contains no run. flatout/config/trust.py decides what is trusted.
-    Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
+    Raises: UntrustedCode.
     """
     config = read_config(folder)
     if config is not None:
         trust.require_trusted(folder, config.references(), trust_code=trust_code)
-        require_as_trained(folder / CONFIG, config)
     return config
 
 
@@ -151,14 +142,9 @@ def read_requested(folder: Path) -> RunConfig | None:
     """Return the requested configuration of a run, before `auto` was resolved.
 
     None when an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it was changed or damaged. An empty one counts as damaged.
+    Raises: ConfigError when it is damaged.
     """
-    path = folder / REQUESTED
-    if path.exists():
-        require_whole(path)
-    if path.exists() and not read_document(path):
-        raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
-    return _read_yaml(path)
+    return _read_yaml(folder / REQUESTED)
 
 
 def read_settings(folder: Path) -> JsonObject:
@@ -288,4 +274,10 @@ def _yaml(config: RunConfig) -> str:
 
 
 def _read_yaml(path: Path) -> RunConfig | None:
-    return validate(read_document(path), file=path) if path.exists() else None
+    """Return the configuration in a file, or None without it. An empty one counts as damaged."""
+    if not path.exists():
+        return None
+    document = read_document(path)
+    if not document:
+        raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
+    return validate(document, file=path)

@@ -24,7 +24,6 @@ from flatout.storage.files import (
 )
 from flatout.training.checkpoint.location import make_folder, release
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
 
 LOCK_WAIT_S = 1.0
@@ -103,7 +102,7 @@ def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
     """Delete the files and directories of a start that failed before config.yaml was written."""
     release(folder)
     own = (ORIGIN, LEFT_OUT, LOCK)
-    for name in own if folder not in created else (*own, COPY, REQUESTED):
+    for name in own if folder not in created else (*own, REQUESTED):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in created:

@@ -25,7 +25,6 @@ from flatout.storage.recognised import recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Check, check_file
 from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
-from flatout.training.run_dir.config_seal import COPY, require_unedited
 from flatout.training.run_dir.data_location import data_values, moved_data
 from flatout.training.run_dir.layout import (
     CONFIG,
@@ -69,8 +68,6 @@ LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run. `lengthen` decides when it may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir", "format_version")
 """Prefixes of the keys that do not affect a run's name."""
-UNSEALED_KEYS = (*FREE_KEYS, "checkpoint.dir", "data.path")
-"""Prefixes of the keys that may be edited in config.yaml."""
 
 
 def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> str:
@@ -102,14 +99,9 @@ def settings_file(folder: Path) -> Path:
     """Return the file with the settings that a run was started with, to train them again.
 
     It is asked.yaml, or config.yaml if an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it was changed or damaged.
+    Raises: ConfigError when it is damaged.
     """
-    if read_requested(folder) is not None:
-        return folder / REQUESTED
-    path, config = folder / CONFIG, read_config(folder)
-    if config is not None:
-        require_unedited(path, config, free=UNSEALED_KEYS)
-    return path
+    return folder / (CONFIG if read_requested(folder) is None else REQUESTED)
 
 
 def keys_that_may_change() -> str:
@@ -137,17 +129,14 @@ def config_to_resume(
     run can be made longer depends on its data (`lengthen`). A different micro-batch is accepted
     if a step keeps its tokens, and moved data: `require_tokenizer` rejects a different tokenizer,
     and `require_same_data` different training tokens.
-    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
-            edited config.yaml, and for keys that contradict it, such as a different mix.
+    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for keys
+            that contradict it, such as a different mix.
     """
     stored = read_config(folder)
     if stored is None and catalog.has_saved(folder):
-        copy = folder / COPY
         raise ConfigError(
             f"{folder} contains checkpoints, but no {CONFIG} with the settings of the run.",
-            fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
-            if copy.is_file()
-            else "Restore it from a copy, or start a new run from this one: "
+            fix="Restore it from a copy, or start a new run from this one: "
             f"--resume {in_shell(folder)} --run-dir DIR.",
         )
     if stored is None:
@@ -159,7 +148,6 @@ def config_to_resume(
     trust.require_trusted(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
-    require_unedited(folder / CONFIG, stored, free=UNSEALED_KEYS)
     return continued(
         stored,
         first,

@@ -28,7 +28,6 @@ from flatout.storage.remote.reading import read_if_there
 from flatout.storage.remote.urls import is_local
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, folder_in
-from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
@@ -45,7 +44,6 @@ FORMAT_VERSION = 1
 RUN_FILES = (
     REQUESTED,
     CONFIG,
-    COPY,
     OWNER,
     ORIGIN,
     LEFT_OUT,

@@ -30,9 +30,8 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import COPY, require_unedited
 from flatout.training.run_dir.data_location import require_same_data, require_tokenizer
-from flatout.training.run_dir.resume import UNSEALED_KEYS, continued
+from flatout.training.run_dir.resume import continued
 from flatout.training.upload.remote import (
     COMPRESSED,
     LOGGER_FILE,
@@ -55,7 +54,7 @@ OTHER_NAME = (
     "If it is another run, choose a run directory with a different name with --run-dir DIR, or set "
     "a different checkpoint.upload."
 )
-CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
+CONFIGURATION = (layout.REQUESTED, layout.CONFIG)
 
 
 def restore_lost(
@@ -171,8 +170,6 @@ def _require_same_run(
     """
     try:
         stored, first = layout.read_config(copy), layout.read_requested(copy)
-        if stored is not None:  # an empty file would be the defaults
-            require_unedited(copy / layout.CONFIG, stored, free=UNSEALED_KEYS)
     except FlatoutError as error:
         raise CheckpointError(_there(error, copy, url), fix=START_WITHOUT) from error
     if stored is None:

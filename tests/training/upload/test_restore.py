@@ -57,7 +57,6 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
     assert layout.read_config(lost.path).checkpoint.upload == URL
     names = {path.name for path in lost.path.iterdir()}
     assert {"metrics.jsonl", "tokenizer.json", "left_out.json", "remote.json"} <= names
-    assert "config.copy.yaml" in names
     assert [event["event"] for event in layout.read_events(lost.path)] == ["restore"]
     assert messages.lines[-1].startswith(
         f"Restored {lost.path} from {URL}/run: step 2, saved 2023-11-14 22"
@@ -231,14 +230,9 @@ def test_a_remote_copy_without_the_requested_settings_shows_so(lost, restore):
 
 def test_a_damaged_configuration_in_the_remote_copy_is_named(lost, restore, store):
     path = "/bucket/runs/run/config.yaml"
-    text = store.cat(path)
-    assert b"seed: 0" in text
-    for content, said in (
-        (b"- a\n", r"/config\.yaml"),
-        (text.replace(b"seed: 0", b"seed: 5"), r" cannot be resumed: config\.yaml was changed"),
-    ):
+    for content in (b"- a\n", b""):
         store.pipe_file(path, content)
-        with pytest.raises(CheckpointError, match=rf"^{URL}/run{said}.*upload=none"):
+        with pytest.raises(CheckpointError, match=rf"^{URL}/run/config\.yaml.*upload=none"):
             restore("train.seed=5")
         assert list(lost.path.iterdir()) == []
 
