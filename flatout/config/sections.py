@@ -354,8 +354,6 @@ class CheckpointConfig(Section):
     best: bool = True
     """Save at each evaluation with a lower loss than all before it. With false, only the intervals
     above and the end of the run save, and the best step may have no checkpoint."""
-    dir: str | None = None
-    """Directory for checkpoints. None means RUN/checkpoints."""
     upload: str | None = None
     """URL to which checkpoints are copied while training continues, such as s3://BUCKET/runs. A run
     whose directory is gone continues from there. none turns off the uploads of a stored run."""

@@ -118,7 +118,7 @@ def name_for(noun: str, name: str, known: Collection[str]) -> str | None:
 
 
 def removed(what: str) -> str | None:
-    """Return what replaces a removed command (`launch`) or option (`diagnose --fix`), or None."""
+    """Return what replaces a removed command, option (`diagnose --fix`) or config key, or None."""
     found: str | None = _document()["removed"].get(what)
     return found
 

@@ -341,15 +341,14 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
     """Write the configuration of a new run or the new length of a longer one.
 
-    Raises: HardwareError when the disk is too full; CheckpointError when its checkpoint directory
-            belongs to another run.
+    Raises: HardwareError when the disk is too full.
     """
     folder, config = run.folder, run.config.checkpoint
     with writing_run(folder):
         num_saved = sum(tensor.numel() for tensor in weights_of(run).values())
         most = most_at_once(config, run.last_step, run.steps_per_epoch)
         needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most
-        layout.require_free_disk(folder, needed_bytes, directory=config.dir)
+        layout.require_free_disk(folder, needed_bytes)
         if plan.longer is not None:
             plan.longer.store(folder, progress=progress)
         if plan.requested is not None:

@@ -19,7 +19,7 @@ from flatout.display import amount
 from flatout.distributed.tensor import local
 from flatout.errors import DiskFull, RunFailed
 from flatout.hardware.machine import fingerprint
-from flatout.storage.files import TOO_LARGE
+from flatout.storage.files import TOO_LARGE, existing
 from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import (
@@ -29,7 +29,6 @@ from flatout.training.checkpoint.catalog import (
     steps_between_saves,
 )
 from flatout.training.checkpoint.host_copy import bytes_of
-from flatout.training.checkpoint.location import checkpoints_folder, existing
 from flatout.training.checkpoint.savers import tensors_to_save
 from flatout.training.metrics.log import LESS_STEEP, Log
 from flatout.training.run_dir.data_location import data_facts, digest
@@ -154,7 +153,7 @@ def no_room(run: Run, error: DiskFull) -> DiskFull:
     if error.fix == TOO_LARGE:  # whatever is free
         return DiskFull(what, fix=error.fix)
     needed = run.mesh.world_size * bytes_of(tensors_to_save(run) or {})
-    disk = existing(checkpoints_folder(run.folder))
+    disk = existing(run.folder / catalog.CHECKPOINTS)
     free = amount(shutil.disk_usage(disk).free, "bytes")
     needs = f"It needs about {amount(needed, 'bytes')}, and " if needed else ""
     return DiskFull(f"{what} {needs}{free} are free in {disk}.", fix=error.fix)

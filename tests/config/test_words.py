@@ -161,7 +161,7 @@ def test_presets_are_answered_with_a_recipe(name, recipe, tmp_path, monkeypatch)
     ("option", "fix"),
     [
         ("--config", "name the recipe itself"),
-        ("--checkpoint_dir", "checkpoint.dir=VALUE"),
+        ("--checkpoint_dir", "--run-dir"),
         ("--mixed-precision", "train.precision=VALUE"),
         ("--pretokenized", "flatout prepare"),
         ("--use_hten", "model.scales=VALUE"),
@@ -208,6 +208,9 @@ def test_what_was_removed_is_answered_and_gone(what):
     if option:
         with pytest.raises(ConfigError) as answered:
             parse(command, [option])
+    elif "." in what:
+        with pytest.raises(ConfigError) as answered:
+            load_config(None, [f"{what}=1"])
     else:
         with pytest.raises(ConfigError) as answered:
             cli.call([command], ExitStack(), False)

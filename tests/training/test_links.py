@@ -46,6 +46,20 @@ def test_a_checkpoint_that_is_a_link_is_rejected(tiny_config, tmp_path):
         pass
 
 
+def test_the_checkpoints_may_be_on_a_different_disk_that_must_be_there(tiny_config, tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    disk.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    run_training(tiny_config(train__steps=2), run, resume="never")
+    assert (disk / "step-2").is_dir()
+    disk.rename(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"checkpoints is a link to .*/disk, which does not"):
+        run_training(tiny_config(train__steps=2), run)
+    (tmp_path / "unmounted").rename(disk)
+    assert run_training(tiny_config(train__steps=2), run)["steps"] == 2
+
+
 def test_a_link_created_after_the_check_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "refuse_links", list)
     (tmp_path / "elsewhere").write_text(ORIGINAL)

@@ -20,7 +20,7 @@ from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, folder_bytes, writing_run
 from flatout.storage.json_io import JsonObject, Result
-from flatout.training.checkpoint import catalog, contents, location
+from flatout.training.checkpoint import catalog, contents
 from flatout.training.checkpoint.catalog import CheckpointInfo
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock, is_locked
@@ -256,7 +256,6 @@ def _prune(run: Path, keep: int, progress: Progress) -> list[Path]:
             fix="Wait until it finishes, or stop it: its own command resumes it. "
             "checkpoint.keep sets which ones a run keeps by itself.",
         )
-    location.require_own_folder(run)
     with hold_lock(run, progress=progress), writing_run(run):
         items = checkpoint_items(run, read=True, progress=progress)
         best = next((item.step for item in items if item.best), None)

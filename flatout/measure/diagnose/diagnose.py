@@ -52,10 +52,7 @@ def diagnose_recipe(
     on a CPU is tried after it, for at most four times `seconds` and the starts of its processes.
     Raises: UsageError when the configuration cannot be resolved; RunFailed.
     """
-    root = Path(config.checkpoint.dir or "runs")
-    while not root.is_dir():
-        root = root.parent
-    # on the disk of the run's checkpoints
+    root = Path("runs") if Path("runs").is_dir() else Path()  # the disk of the runs
     with tempfile.TemporaryDirectory(prefix=".diagnose-", dir=root) as folder:
         found, stated = apart(config, prepared, config, Path(folder), cache)
         if any(one.harm == "fails" for one in diagnosis_of(found).findings) or stated is None:

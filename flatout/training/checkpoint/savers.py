@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from flatout.assembly.run import Saved
 from flatout.distributed.mesh import Mesh
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import sha256, sync
+from flatout.storage.files import make_folder, sha256, sync
 from flatout.storage.json_io import JsonObject, read_json
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
 from flatout.training.checkpoint.catalog import INFO, Entry, prune
 from flatout.training.checkpoint.host_copy import Files, HostCopy, bytes_of
-from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
 from flatout.training.checkpoint.state import STATE
 from flatout.training.checkpoint.weights import cuts_of, weights_and_aliases
 
@@ -160,8 +159,7 @@ class Saver:
         run, are set aside.
 
         Raises: on every rank, also for the previous save: RunFailed when a file cannot be written;
-                CheckpointError when the state contains something that a checkpoint cannot store, or
-                the directory belongs to another run.
+                CheckpointError when the state contains something that a checkpoint cannot store.
         """
         self.wait(progress)
         began_s, mesh, copy = time.perf_counter(), run.mesh, self._copy
@@ -171,7 +169,6 @@ class Saver:
         pending = _Pending(run.step, path, path.with_name(name), mesh, began_s)
 
         def make() -> None:
-            claim(run.folder, checkpoints_folder(run.folder))
             make_folder(path.parent)
             pending.temporary.mkdir()
 

@@ -67,9 +67,6 @@ def absolute(mix: dict[str, float]) -> dict[str, float]:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the configuration with absolute paths, for use from any working directory."""
-    if config.checkpoint.dir is not None:
-        checkpoints = str(Path(config.checkpoint.dir).absolute())
-        config = config.with_values({"checkpoint.dir": checkpoints})
     if config.data.cache is not None:
         config = config.with_values({"data.cache": absolute_path_or_url(config.data.cache)})
     if config.data.mix is not None:

@@ -16,10 +16,9 @@ RUN/
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
 ├── left_out.json     with train.on_divergence=rewind: the data that the run skips
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
-├── checkpoints/      see checkpoint/read_write.py
+├── checkpoints/      see checkpoint/read_write.py; it may be a link to a directory on another disk
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
-├── owner.json        with checkpoint.dir: see checkpoint/location.py
 ├── remote.json       with checkpoint.upload: see upload/remote.py
 └── lock              locked while a process trains, with its pid and host
 """
@@ -39,7 +38,7 @@ from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.display import amount
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, HardwareError
-from flatout.storage.files import folder_bytes, write_text
+from flatout.storage.files import existing, folder_bytes, write_text
 from flatout.storage.json_io import (
     RESTORE,
     Json,
@@ -52,7 +51,6 @@ from flatout.storage.json_io import (
 )
 from flatout.storage.recognised import read_regular
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
 
 CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "config.yaml",
@@ -80,7 +78,6 @@ WRITTEN = (
     DIVERGENCE,
     LEFT_OUT,
     EXIT_CODE,
-    "checkpoints",
     "base",
     BOARD,
     TABLE,
@@ -88,24 +85,19 @@ WRITTEN = (
     WANDB_FILES,
     WATCHDOG,
     ORIGIN,
-    OWNER,
     REMOTE,
     LOCK,
 )
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (REQUESTED, ORIGIN, OWNER, LEFT_OUT, "base")
+STARTED = (REQUESTED, ORIGIN, LEFT_OUT, "base")
 """What a first start writes before config.yaml, which makes a directory a run directory."""
 
 
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
-    """Store the resolved configuration and the requested one, whose code is trusted from now on.
-
-    Raises: CheckpointError when the directory of its checkpoints belongs to another run.
-    """
+    """Store the resolved configuration and the requested one, whose code is trusted from now on."""
     folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, folder_in(config.checkpoint.dir, folder))
     if requested is not None:
         write_requested(folder, requested)
     write_text(folder / CONFIG, _yaml(config))
@@ -235,13 +227,13 @@ def clear_exit_code(folder: Path) -> None:
     (folder / EXIT_CODE).unlink(missing_ok=True)
 
 
-def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None = None) -> None:
+def require_free_disk(folder: Path, needed_bytes: int) -> None:
     """Check that checkpoints of `needed_bytes` in total fit on the disk of the run's checkpoints.
 
-    Existing checkpoints count as free space. `directory` is the run's `checkpoint.dir`.
+    Existing checkpoints count as free space.
     Raises: HardwareError with both numbers.
     """
-    disk = existing(folder_in(directory, folder))
+    disk = existing(folder / catalog.CHECKPOINTS)
     saved = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
     needed_bytes -= sum(map(folder_bytes, saved))
     free = shutil.disk_usage(disk).free
@@ -252,7 +244,7 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
             f"The disk of {disk} has {amount(free, 'bytes')} free.",
             fix=f"Free space there, or {fewer}."
             if saved
-            else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",
+            else f"Free space there, {fewer}, or train on a larger disk with --run-dir DIR.",
         )
 
 

@@ -18,11 +18,12 @@ from flatout.storage.files import (
     LocksUnsupported,
     is_open_at,
     lock,
+    make_folder,
     open_own,
     refuse_links,
     writing_run,
 )
-from flatout.training.checkpoint.location import make_folder, release
+from flatout.training.checkpoint.catalog import CHECKPOINTS
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
 
@@ -40,7 +41,7 @@ def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
             is a link, or when the directory cannot be written.
     """
     try:
-        refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
+        refuse_links([*(folder / name for name in WRITTEN), *(folder / CHECKPOINTS).glob("step-*")])
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         file = _acquire(folder, progress)
     except OSError as error:
@@ -100,7 +101,6 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
 
 def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
     """Delete the files and directories of a start that failed before config.yaml was written."""
-    release(folder)
     own = (ORIGIN, LEFT_OUT, LOCK)
     for name in own if folder not in created else (*own, REQUESTED):
         (folder / name).unlink(missing_ok=True)

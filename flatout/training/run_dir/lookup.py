@@ -11,7 +11,6 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise, require_local
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import checkpoints_folder
 from flatout.training.run_dir import layout
 
 RUNS = Path("runs")
@@ -131,12 +130,9 @@ def find_checkpoint(
         quick = catalog.check_unless("optimizer", "model")
         newest = catalog.latest(run_folder, check=quick, progress=progress)
         if newest is None:
-            folder = checkpoints_folder(run_folder)
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
-                fix="Train it first: `flatout train` saves every ten minutes and at the end."
-                if folder.exists() or folder.parent == run_folder
-                else f"Its checkpoint.dir, {folder}, does not exist: move the checkpoints there.",
+                fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
         is_last = checkpoint == "last"
         best = None if is_last else catalog.best(newest, check=checked, progress=progress)

@@ -24,7 +24,6 @@ from flatout.storage.json_io import read_model, write_json
 from flatout.storage.recognised import recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Check, check_file
-from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
 from flatout.training.run_dir.data_location import data_values, moved_data
 from flatout.training.run_dir.layout import (
     CONFIG,
@@ -66,7 +65,7 @@ OF_THIS_START = ("parallel.", "train.devices", "data.cache")
 """Prefixes of the free keys that describe the machine: each start states its own."""
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run. `lengthen` decides when it may grow."""
-NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir", "format_version")
+NAMELESS_KEYS = (*FREE_KEYS, "format_version")
 """Prefixes of the keys that do not affect a run's name."""
 
 
@@ -142,7 +141,6 @@ def config_to_resume(
     if stored is None:
         return None
     first = read_requested(folder)
-    require_own_folder(folder)
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
     trust.require_trusted(
@@ -259,7 +257,6 @@ def resume_from(
     if resume == "never":
         _require_empty(folder)
         return None
-    require_own_folder(folder)
     for name in catalog.remove_leftovers(folder):
         progress.say(f"Removed {name}, left by a save that was killed.")
     origin = read_origin(folder)
@@ -287,18 +284,23 @@ def resume_from(
 
 def is_own(checkpoint: Path, folder: Path) -> bool:
     """Return whether a checkpoint is among those of the run in `folder`."""
-    return checkpoint.resolve().parent == checkpoints_folder(folder).resolve()
+    return checkpoint.resolve().parent == (folder / catalog.CHECKPOINTS).resolve()
 
 
 def _require_empty(folder: Path) -> None:
-    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
-    found = sorted(name for name in names if name not in (LOCK, OWNER))
+    paths = [*folder.iterdir()] if folder.is_dir() else []
+    found = sorted(path.name for path in paths if path.name != LOCK and not _is_empty(path))
     if found:
         raise CheckpointError(
             f"--resume never would overwrite {folder}, which contains {', '.join(found[:4])}.",
             fix="Choose a different directory with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether `path` is an empty directory for checkpoints, or a link to one."""
+    return path.name == catalog.CHECKPOINTS and path.is_dir() and not any(path.iterdir())
 
 
 def _checkpoint_at(path: Path, progress: Progress) -> Path:

@@ -27,7 +27,6 @@ from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import read_if_there
 from flatout.storage.remote.urls import is_local
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import OWNER, folder_in
 from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
@@ -44,7 +43,6 @@ FORMAT_VERSION = 1
 RUN_FILES = (
     REQUESTED,
     CONFIG,
-    OWNER,
     ORIGIN,
     LEFT_OUT,
     TOKENIZER,
@@ -115,7 +113,7 @@ def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
     if url is None or not is_local(url):
         return
     copy = Path(url.partition("://")[2]).resolve()
-    for own in (run_folder.resolve(), folder_in(config.dir, run_folder).resolve()):
+    for own in (run_folder.resolve(), (run_folder / catalog.CHECKPOINTS).resolve()):
         if copy == own or own in copy.parents or copy in own.parents:
             raise ConfigError(
                 f"checkpoint.upload={config.upload}: the copy would be in {copy}, and {own} "

@@ -27,7 +27,6 @@ from flatout.storage.files import copy_whole, write_text
 from flatout.storage.remote.folder import Altered, RemoteFolder, Wanted, pull, receive
 from flatout.storage.remote.reading import open_remote
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import require_same_data, require_tokenizer
@@ -174,10 +173,9 @@ def _require_same_run(
         raise CheckpointError(_there(error, copy, url), fix=START_WITHOUT) from error
     if stored is None:
         raise CheckpointError(f"{url} has no {layout.CONFIG}.", fix=START_WITHOUT)
-    own = {"checkpoint.dir": requested.checkpoint.dir}  # another machine has other disks
     config = continued(
-        stored.with_values(own),
-        first and first.with_values(own),
+        stored,
+        first,
         requested,
         place=url,
         sent_by=_sent_by(sender),
@@ -208,10 +206,7 @@ def _there(error: FlatoutError, copy: Path, url: str) -> str:
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
-    """Store the configuration. `requested` may set a different checkpoint.dir if a disk is gone.
-
-    It replaces one that is here: the checkpoints were trained with it.
-    """
+    """Store the configuration in place of one that is here: it trained the checkpoints."""
     for name in CONFIGURATION:
         if (copy / name).exists():
             copy_whole(copy / name, folder / name)
@@ -219,10 +214,6 @@ def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: 
     assert config is not None, "the copy was checked"
     references = config.references()
     trust.require_trusted(folder, references, named=requested.references(), trust_code=trust_code)
-    if requested.checkpoint.dir is not None:
-        moved = {"checkpoint.dir": str(Path(requested.checkpoint.dir).absolute())}
-        if moved["checkpoint.dir"] != config.checkpoint.dir:
-            layout.write_config(folder, config.with_values(moved))
 
 
 def _restore_files(store: RemoteCopy, folder: Path) -> None:
@@ -235,7 +226,6 @@ def _restore_files(store: RemoteCopy, folder: Path) -> None:
         if name in there and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
             _fetch(f"{store.url}/{name}", folder / name)
-    claim(folder, checkpoints_folder(folder))
 
 
 def _restore_checkpoint(
@@ -298,7 +288,7 @@ def _pull(
         ],
         target,
         fix="Use a different checkpoint.",
-        more_space="set checkpoint.dir to a directory on a larger disk",
+        more_space="choose a run directory on a larger disk with --run-dir DIR",
         progress=progress,
         open_file=open_file,
     )

@@ -56,7 +56,6 @@ def test_a_config_built_in_python_is_named_after_the_fields_that_were_set():
             "data.cache=/x",
             "train.devices=2",
             "parallel.shard=2",
-            "checkpoint.dir=/x",
         ),
         *("train.eval_every_epochs=2", "train.sample_prompt=hi", "checkpoint.every_steps=7"),
         "checkpoint.best=false",

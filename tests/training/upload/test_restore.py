@@ -197,12 +197,6 @@ def test_the_uploaded_configuration_replaces_that_of_a_run_without_checkpoints(l
     assert layout.read_config(lost.path).optim.lr != 1
 
 
-def test_checkpoints_come_back_on_another_disk(lost, restore, tmp_path):
-    assert restore(f"checkpoint.dir={tmp_path / 'disk'}") == [1, 2]
-    assert (tmp_path / "disk" / "run" / "step-2").is_dir()
-    assert layout.read_config(lost.path).checkpoint.dir == str(tmp_path / "disk")
-
-
 def test_another_run_of_that_name_is_rejected_before_anything_is_written(
     lost, restore, store, tmp_path
 ):
