@@ -264,14 +264,6 @@ class TrainConfig(Section):
     max_bad_steps: Count = 10
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
     finite. Its update is skipped, and the run continues with the next step."""
-    skip_spikes: float | None = Field(None, ge=3)
-    """Also treat a step as bad when its gradient norm is that many robust standard deviations
-    above the median of the last 128, and at least twice that median. None skips no spikes."""
-    on_divergence: Literal["stop", "rewind"] = "stop"
-    """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
-    and skip the sequences of the bad steps."""
-    max_rewinds: Count = 3
-    """How many times on_divergence=rewind may go back, over all resumes of a run."""
     watchdog_minutes: NonNegativeFloat = 5.0
     """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
     waits for, and writes the stacks of its threads. Compiling, saving and sampling may take four

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,7 +37,7 @@ from flatout.training.agreement import require_shared
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.weights import weights_of
-from flatout.training.divergence import Rewound, read_left_out, require_good_steps
+from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import (
     EvaluationDropped,
     batch_shapes,
@@ -123,25 +121,17 @@ def run_training(
             progress,
             began,
         )
-        while True:
-            plan = agree_on_plan(request)
-            if plan.summary is not None:
-                return plan.summary
-            require_shared(ranks, folder / layout.LOCK)
-            try:
-                return train_plan(request, plan)
-            except Rewound:  # it has prepared the run directory for an ordinary resume
-                request = replace(request, resume="auto")
-            gc.collect()  # the model of the attempt that failed is in reference cycles
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        plan = agree_on_plan(request)
+        if plan.summary is not None:
+            return plan.summary
+        require_shared(ranks, folder / layout.LOCK)
+        return train_plan(request, plan)
 
 
 def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """Build the planned run, restore it, train it to its end, and return its summary.
 
-    Raises: Stopped when a signal ended it after a save; Rewound when it is to be planned again;
-            RunFailed.
+    Raises: Stopped when a signal ended it after a save; RunFailed.
     """
     known = forecast(request, plan)
     run = build_run(request, plan)
@@ -204,11 +194,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
                 summary = finish(session, predicted)
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(session, stop)
-        except Rewound as rewound:
-            asked = torch.tensor(float(stop.signal_number is not None), device=mesh.device)
-            if float(mesh.sum(asked)[0]):
-                raise Stopped(rewound.what, fix=rewound.fix) from None
-            raise
         log.end(summary)
     if mesh.is_main and log.is_steady and run.config.batch == plan.config.batch:
         record(run, request, known, summary, log.cached_s)
@@ -309,9 +294,6 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
         device = str(mesh.device)
         arithmetic = recipe_of(plan.config).arithmetic(device)
         peak = measured_peak(request.folder, request.machine, device, arithmetic)
-    left_out = mesh.broadcast_object(
-        read_left_out(request.folder).positions() if mesh.is_main else {}
-    )
     with request.progress.task("Building the model"):
         return build(
             plan.config,
@@ -320,7 +302,6 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             dataset=dataset_of(request, plan.config),
             folder=request.folder,
             decisions=plan.decisions,
-            left_out=left_out,
             peak=peak,
             draws=plan.checkpoint is None,
         )

@@ -53,8 +53,8 @@ class SaveSchedule:
     def due(self, run: Run) -> bool:
         """Return whether to save after this step. The last and best steps are saved elsewhere.
 
-        A save that is due after a bad step waits for the next good one, so that a rewind finds a
-        checkpoint from before the bad steps.
+        A save that is due after a bad step waits for the next good one, so that a run that diverges
+        keeps a checkpoint from before the bad steps.
         """
         is_due = self._is_time(run) or self._is_owed
         self._is_owed = is_due and self._log.bad_steps.in_a_row > 0

@@ -14,7 +14,6 @@ RUN/
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
-├── left_out.json     with train.on_divergence=rewind: the data that the run skips
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py; it may be a link to a directory on another disk
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
@@ -64,7 +63,7 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
 METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
 SKIPPED = "train/skipped_steps"
 """All bad steps of the run so far. A record has it if there were any."""
-DIVERGENCE, LEFT_OUT = "divergence.json", "left_out.json"
+DIVERGENCE = "divergence.json"
 LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
 REMOTE = "remote.json"
 WRITTEN = (
@@ -76,7 +75,6 @@ WRITTEN = (
     METRICS,
     SUMMARY,
     DIVERGENCE,
-    LEFT_OUT,
     EXIT_CODE,
     "base",
     BOARD,
@@ -91,7 +89,7 @@ WRITTEN = (
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (REQUESTED, ORIGIN, LEFT_OUT, "base")
+STARTED = (REQUESTED, ORIGIN, "base")
 """What a first start writes before config.yaml, which makes a directory a run directory."""
 
 

@@ -25,7 +25,7 @@ from flatout.storage.files import (
 )
 from flatout.training.checkpoint.catalog import CHECKPOINTS
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
+from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, REQUESTED, WRITTEN
 
 LOCK_WAIT_S = 1.0
 """How long a starting run waits for the lock. `flatout runs` holds it for an instant to test it."""
@@ -101,7 +101,7 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
 
 def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
     """Delete the files and directories of a start that failed before config.yaml was written."""
-    own = (ORIGIN, LEFT_OUT, LOCK)
+    own = (ORIGIN, LOCK)
     for name in own if folder not in created else (*own, REQUESTED):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):

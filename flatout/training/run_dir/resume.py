@@ -54,12 +54,10 @@ FREE_KEYS = (
     "train.sample_prompt",
     "train.watchdog_",
     "train.max_bad_steps",
-    "train.on_divergence",
-    "train.max_rewinds",
     "name",
 )
 """Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
-except for the last bits of sums. Some decide when the run ends, or whether it goes back.
+except for the last bits of sums. Some decide when the run ends.
 """
 OF_THIS_START = ("parallel.", "train.devices", "data.cache")
 """Prefixes of the free keys that describe the machine: each start states its own."""

@@ -30,7 +30,6 @@ from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
-    LEFT_OUT,
     METRICS,
     ORIGIN,
     REMOTE,
@@ -44,7 +43,6 @@ RUN_FILES = (
     REQUESTED,
     CONFIG,
     ORIGIN,
-    LEFT_OUT,
     TOKENIZER,
     CHAT_TEMPLATE,
     METRICS,

@@ -1,4 +1,4 @@
-"""A step that is saved again with other content, as after the final evaluation or a rewind."""
+"""A step that is saved again with other content, as after the final evaluation."""
 
 import pytest
 

@@ -26,7 +26,7 @@ def lost(run):
     """A run with two uploaded checkpoints, the first of which is the best. Nothing is here."""
     for step in (1, 2):
         run.checkpoint(step, state=STATE, info=INFO)
-    for name in ("tokenizer.json", "left_out.json"):
+    for name in ("tokenizer.json", "origin.json"):
         (run.path / name).write_text("{}")
     run.send()
     shutil.rmtree(run.path)
@@ -56,7 +56,7 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
     assert catalog.latest(lost.path).name == "step-2"
     assert layout.read_config(lost.path).checkpoint.upload == URL
     names = {path.name for path in lost.path.iterdir()}
-    assert {"metrics.jsonl", "tokenizer.json", "left_out.json", "remote.json"} <= names
+    assert {"metrics.jsonl", "tokenizer.json", "origin.json", "remote.json"} <= names
     assert [event["event"] for event in layout.read_events(lost.path)] == ["restore"]
     assert messages.lines[-1].startswith(
         f"Restored {lost.path} from {URL}/run: step 2, saved 2023-11-14 22"
