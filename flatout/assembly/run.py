@@ -56,9 +56,6 @@ class StateSaver(Protocol):
     newest_step: int | None
     """The last step that this process saved or started to save."""
 
-    def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Allocate the memory for saves, before training starts, and return its bytes."""
-
     def save(
         self,
         run: Run,
@@ -218,14 +215,13 @@ def build(
     dataset: AnyDataset,
     folder: Path,
     decisions: Sequence[Decision],
-    peak: Peak | None = None,
     draws: bool = True,
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
     Weights are initialised with train.seed, identically on every rank. Then each rank's generators
-    get a different seed. `peak` is the peak rate of the device if it is known. Without `draws` the
-    weights are arbitrary, because a checkpoint replaces them.
+    get a different seed. Without `draws` the weights are arbitrary, because a checkpoint replaces
+    them.
     """
     recipe = recipe_of(config)
     recipe.allocator()
@@ -254,7 +250,7 @@ def build(
     run.loader = make_loader(run)
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run.recipe.zero_grad(run.trained())
-    run.peak = peak or known_peak(machine, str(mesh.device), run.arithmetic)
+    run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
 
 

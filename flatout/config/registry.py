@@ -93,8 +93,8 @@ def _one_slip(word: str, other: str) -> bool:
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the name that was meant and a list of all."""
     names = sorted(known)
-    if noun == "command" and (instead := removed(name)):
-        return ConfigError(f"There is no command named {name!r} any more.", fix=instead)
+    if instead := removed(name if noun == "command" else f"{noun} {name}"):
+        return ConfigError(f"There is no {noun} named {name!r} any more.", fix=instead)
     guess = name_for(noun, name, names) or nearest(name, names)
     listing = ", ".join(names) or "none"
     hint = f"Did you mean {guess!r}? " if guess else ""

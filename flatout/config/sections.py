@@ -360,7 +360,7 @@ class LogConfig(Section):
         (
             lambda log: [name for name in log.observers if ":" not in name],
             "log.observers names {1[0]!r}, which is not an object in a Python module.",
-            "Write log.observers=package.module:MyObserver. For tensorboard, csv, wandb and mlflow "
+            "Write log.observers=package.module:MyObserver. For tensorboard, wandb and mlflow "
             "set log.to.",
         ),
     )
@@ -368,7 +368,7 @@ class LogConfig(Section):
     every: Count = 10
     """Steps between records in metrics.jsonl."""
     to: Names = ("tensorboard",)
-    """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
+    """Loggers that receive the metrics too: tensorboard, wandb, mlflow, or
     package.module:MyLogger, or none for metrics.jsonl alone. A run continues when one of them
     fails."""
     project: str | None = None

@@ -13,7 +13,6 @@ from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset, sizes_of
 from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
-from flatout.assembly.selection import recipe_of
 from flatout.config.registry import RECIPES
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
@@ -53,13 +52,12 @@ from flatout.training.metrics.loggers import configured_observers, require_logge
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import forget_events
 from flatout.training.out_of_memory import explained, peers_named
-from flatout.training.peak import measured_peak
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, require_same_settings
-from flatout.training.saving import closing_saver, environment_of, reserve, save_last
+from flatout.training.saving import closing_saver, environment_of, save_last
 from flatout.training.session import RunRequest, Session
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.upload.uploader import claimed, sending
@@ -183,7 +181,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             for attempt in attempts(session):
                 with attempt:
                     warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
-            reserve(run, log)
             stop.waits_for = "the micro-batch or save in progress"
             fit(session)
             require_good_steps(run, log, flush=True)
@@ -196,7 +193,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             save_and_stop(session, stop)
         log.end(summary)
     if mesh.is_main and log.is_steady and run.config.batch == plan.config.batch:
-        record(run, request, known, summary, log.cached_s)
+        record(run, request, summary, log.cached_s)
     return summary
 
 
@@ -289,11 +286,7 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
 def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0, without the random weights that a checkpoint replaces."""
     require_loggers(plan.config.log)
-    mesh, peak = make_mesh(plan.config.parallel, request.device), None
-    if plan.checkpoint is not None:
-        device = str(mesh.device)
-        arithmetic = recipe_of(plan.config).arithmetic(device)
-        peak = measured_peak(request.folder, request.machine, device, arithmetic)
+    mesh = make_mesh(plan.config.parallel, request.device)
     with request.progress.task("Building the model"):
         return build(
             plan.config,
@@ -302,7 +295,6 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             dataset=dataset_of(request, plan.config),
             folder=request.folder,
             decisions=plan.decisions,
-            peak=peak,
             draws=plan.checkpoint is None,
         )
 

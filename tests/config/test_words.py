@@ -18,6 +18,7 @@ from flatout.config.messages import all_keys, unknown_key
 from flatout.config.registry import (
     COMMANDS,
     DATASETS,
+    LOGGERS,
     MODELS,
     OPTIMIZERS,
     RECIPES,
@@ -205,9 +206,12 @@ def test_all_counterparts_exist():
 @pytest.mark.parametrize("what", removed_names())
 def test_what_was_removed_is_answered_and_gone(what):
     command, _, option = what.partition(" ")
-    if option:
+    if option.startswith("--"):
         with pytest.raises(ConfigError) as answered:
             parse(command, [option])
+    elif option:
+        with pytest.raises(ConfigError) as answered:
+            {"logger": LOGGERS}[command].require(option)
     elif "." in what:
         with pytest.raises(ConfigError) as answered:
             load_config(None, [f"{what}=1"])

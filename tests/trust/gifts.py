@@ -31,7 +31,7 @@ WAYS = {
     "a list of speedups": lambda name: {"speedups": ["tf32", f"{name}:Speedup"]},
     "one speedup": lambda name: {"speedups": f"{name}:Speedup"},
     "an edit of auto": lambda name: {"speedups": f"auto, +{name}:Speedup"},
-    "log.to": lambda name: {"log": {"to": ["csv", f"{name}:Logger"]}},
+    "log.to": lambda name: {"log": {"to": ["tensorboard", f"{name}:Logger"]}},
     "log.observers": lambda name: {"log": {"observers": [f"{name}:Logger"]}},
 }
 """The ways in which a stored configuration can name code to import."""

@@ -60,11 +60,6 @@ def process_gib() -> float | None:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
-def reserved_gib(device: torch.device) -> float | None:
-    """Return the peak of what the GPU's allocator reserved. None on a CPU."""
-    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
-
-
 def process_peak_bytes() -> int:
     """Return the peak resident memory of this process."""
     unit_bytes = 1 if sys.platform == "darwin" else 2**10  # macOS reports bytes, others KiB

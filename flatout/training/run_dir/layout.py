@@ -7,7 +7,6 @@ RUN/
 ├── chat_template.json  with conversations in the data: how their turns are written
 ├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl     one line per logged step
-├── metrics.csv       with log.to=csv: the same as a table
 ├── loggers/          with log.to=wandb or mlflow: the run's id there
 ├── wandb/            with log.to=wandb: the files of W&B
 ├── summary.json      the finished run
@@ -60,7 +59,7 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "lock",
     "origin.json",
 )
-METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
+METRICS, BOARD = "metrics.jsonl", "tensorboard"
 SKIPPED = "train/skipped_steps"
 """All bad steps of the run so far. A record has it if there were any."""
 DIVERGENCE = "divergence.json"
@@ -78,7 +77,6 @@ WRITTEN = (
     EXIT_CODE,
     "base",
     BOARD,
-    TABLE,
     LOGGER_STATES,
     WANDB_FILES,
     WATCHDOG,

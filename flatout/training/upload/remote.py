@@ -35,7 +35,6 @@ from flatout.training.run_dir.layout import (
     REMOTE,
     REQUESTED,
     SUMMARY,
-    TABLE,
 )
 
 FORMAT_VERSION = 1
@@ -46,7 +45,6 @@ RUN_FILES = (
     TOKENIZER,
     CHAT_TEMPLATE,
     METRICS,
-    TABLE,
     EVENTS,
     SUMMARY,
 )
