@@ -265,9 +265,9 @@ class TrainConfig(Section):
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
     finite. Its update is skipped, and the run continues with the next step."""
     watchdog_minutes: NonNegativeFloat = 5.0
-    """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
-    waits for, and writes the stacks of its threads. Compiling, saving and sampling may take four
-    times as long. 0 turns this off."""
+    """Minutes without a micro-batch or a batch of an evaluation after which the run reports that,
+    and writes the stacks of its threads. Compiling, saving and sampling may take four times as
+    long. 0 turns this off."""
     watchdog_stop: bool = False
     """End such a run with exit code 75, so that a scheduler starts it again from its last
     checkpoint."""

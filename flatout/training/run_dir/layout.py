@@ -15,7 +15,7 @@ RUN/
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py; it may be a link to a directory on another disk
-├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
+├── watchdog.txt      written when a run makes no progress: the stacks of its threads, by rank
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
 ├── remote.json       with checkpoint.upload: see upload/remote.py
 └── lock              locked while a process trains, with its pid and host
@@ -63,7 +63,7 @@ METRICS, BOARD = "metrics.jsonl", "tensorboard"
 SKIPPED = "train/skipped_steps"
 """All bad steps of the run so far. A record has it if there were any."""
 DIVERGENCE = "divergence.json"
-LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
+LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog.txt"
 REMOTE = "remote.json"
 WRITTEN = (
     CONFIG,

@@ -115,7 +115,7 @@ def test_the_exit_code_is_stored_and_cleared(tmp_path):
 def test_too_small_a_disk_is_an_error_before_the_run(tmp_path):
     layout.require_free_disk(tmp_path / "runs" / "not-yet", 1)
     with pytest.raises(
-        HardwareError, match=r"need 1152921504\.6 GB more.*Fix: Free space.*checkpoint\.dir"
+        HardwareError, match=r"need 1152921504\.6 GB more.*Fix: Free space.*--run-dir DIR"
     ):
         layout.require_free_disk(tmp_path, 2**60)
 
