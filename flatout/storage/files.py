@@ -333,24 +333,6 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
-def make_folder(path: Path) -> None:
-    """Create a directory and its missing parents, whose names then survive a power cut.
-
-    Raises: OSError.
-    """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        with contextlib.suppress(PermissionError):  # a directory that may be entered, not listed
-            sync(folder.parent)
-
-
-def existing(folder: Path) -> Path:
-    """Return the absolute path of a directory, or of the nearest one above it that exists."""
-    folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
-
-
 def refuse_links(paths: Iterable[Path]) -> None:
     """Check that no path is a symbolic link, so that a run only writes inside its directory.
 

@@ -19,7 +19,7 @@ from flatout.display import amount
 from flatout.distributed.tensor import local
 from flatout.errors import DiskFull, RunFailed
 from flatout.hardware.machine import fingerprint
-from flatout.storage.files import TOO_LARGE, existing
+from flatout.storage.files import TOO_LARGE
 from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import (
@@ -145,7 +145,7 @@ def no_room(run: Run, error: DiskFull) -> DiskFull:
     if error.fix == TOO_LARGE:  # whatever is free
         return DiskFull(what, fix=error.fix)
     needed = run.mesh.world_size * bytes_of(take(run, {}).tensors)
-    disk = existing(run.folder / catalog.CHECKPOINTS)
+    disk = catalog.existing(run.folder / catalog.CHECKPOINTS)
     free = amount(shutil.disk_usage(disk).free, "bytes")
     needs = f"It needs about {amount(needed, 'bytes')}, and {free} are free in {disk}."
     return DiskFull(f"{what} {needs}", fix=error.fix)

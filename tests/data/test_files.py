@@ -9,6 +9,7 @@ import pytest
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.errors import CheckpointError, DataError
 from flatout.storage import files, json_io
+from flatout.training.checkpoint.catalog import make_folder
 
 
 @pytest.fixture
@@ -55,9 +56,9 @@ def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch, write):
 
 
 def test_the_names_of_new_directories_are_synced(tmp_path, done):
-    files.make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
     assert sorted(done) == sorted([("sync", "a"), ("sync", tmp_path.name)])
-    files.make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
     assert len(done) == 2
 
 

@@ -306,7 +306,8 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
     with suppress(FlatoutError):
         config, saved = layout.read_config(path), _paths(path)
         end = (config and config.train.steps) or end
-    size += sum(folder_bytes(each) for each in saved if not each.is_relative_to(path))
+    if (path / catalog.CHECKPOINTS).is_symlink():
+        size += sum(map(folder_bytes, saved))
     last = {k: v for each in log.records() if each["step"] <= end for k, v in each.items()}
     written = [path / name for name in WRITTEN if (path / name).exists()]
     checkpoints = list(map(catalog.step_of, saved))

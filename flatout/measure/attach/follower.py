@@ -15,12 +15,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -69,8 +67,8 @@ MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
 EARLY_STEP, SOME = 3, 64
 """Step after which weights without an optimizer are noted, and values of each that are compared."""
-MIN_CONCORDANCE, MIN_QUARTER = 0.9, 0.25
-"""Least of Kendall's tau, and share of each later quarter, of a growth that is steady."""
+MIN_LINEARITY = 0.97
+"""Least correlation of the memory with time in a growth that is steady and does not level off."""
 MIN_LOOKS = 12
 """Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
@@ -622,21 +620,9 @@ def _growth(memory: list[tuple[int, int]]) -> float | None:
     (step, first), (last_step, last) = memory[0], memory[-1]
     least = max(MIN_GROWTH_BYTES, MIN_GROWTH * first)
     some = [used for _, used in memory[:: len(memory) // 100 + 1]]
-    if last - first < least or not _is_steady_growth(some):
+    if last - first < least or statistics.correlation(range(len(some)), some) < MIN_LINEARITY:
         return 0.0
     return (last - first) / max(last_step - step, 1)
-
-
-def _is_steady_growth(values: Sequence[int]) -> bool:
-    """Return whether nearly every later value is higher, and each quarter has its part of it."""
-    pairs = [(a, b) for i, a in enumerate(values) for b in values[i + 1 :]]
-    concordance = sum((b > a) - (b < a) for a, b in pairs) / len(pairs)
-    size = len(values) // 4
-    quarters = [median_low(values[i : i + size]) for i in range(0, size * 4, size)]
-    growth = MIN_QUARTER * (quarters[-1] - quarters[0])
-    return concordance >= MIN_CONCORDANCE and all(
-        later - earlier >= growth for earlier, later in pairwise(quarters)
-    )
 
 
 def ranks() -> tuple[int, int]:

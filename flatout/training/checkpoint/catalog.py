@@ -193,6 +193,24 @@ def checkpoint_path(run_folder: Path, step: int) -> Path:
     return run_folder / CHECKPOINTS / f"step-{step}"
 
 
+def make_folder(path: Path) -> None:
+    """Create a directory and its missing parents, whose names then survive a power cut.
+
+    Raises: OSError.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with suppress(PermissionError):  # a directory that may be entered, not listed
+            sync(folder.parent)
+
+
+def existing(folder: Path) -> Path:
+    """Return the absolute path of a directory, or of the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def read_manifest(checkpoint: Path) -> Manifest:
     """Return a checkpoint's manifest.
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flatout.assembly.run import Saved
 from flatout.distributed.mesh import Mesh
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import make_folder, sha256, sync
+from flatout.storage.files import sha256, sync
 from flatout.storage.json_io import JsonObject, read_json
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.checkpoint import catalog
@@ -151,7 +151,7 @@ class Saver:
         pending = _Pending(run.step, path, path.with_name(name), mesh, began_s)
 
         def make() -> None:
-            make_folder(path.parent)
+            catalog.make_folder(path.parent)
             pending.temporary.mkdir()
 
         def taken() -> Snapshot:

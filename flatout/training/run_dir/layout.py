@@ -36,7 +36,7 @@ from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.display import amount
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, HardwareError
-from flatout.storage.files import existing, folder_bytes, write_text
+from flatout.storage.files import folder_bytes, write_text
 from flatout.storage.json_io import (
     RESTORE,
     Json,
@@ -229,7 +229,7 @@ def require_free_disk(folder: Path, needed_bytes: int) -> None:
     Existing checkpoints count as free space.
     Raises: HardwareError with both numbers.
     """
-    disk = existing(folder / catalog.CHECKPOINTS)
+    disk = catalog.existing(folder / catalog.CHECKPOINTS)
     saved = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
     needed_bytes -= sum(map(folder_bytes, saved))
     free = shutil.disk_usage(disk).free

@@ -18,12 +18,11 @@ from flatout.storage.files import (
     LocksUnsupported,
     is_open_at,
     lock,
-    make_folder,
     open_own,
     refuse_links,
     writing_run,
 )
-from flatout.training.checkpoint.catalog import CHECKPOINTS
+from flatout.training.checkpoint.catalog import CHECKPOINTS, make_folder
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, REQUESTED, WRITTEN
 

@@ -88,7 +88,7 @@ def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Pat
 
 def _has_checkpoint(run_folder: Path) -> bool:
     try:
-        return bool(catalog.steps(run_folder))
+        return bool(catalog.steps(run_folder)) and layout.read_config(run_folder) is not None
     except FlatoutError:  # a damaged run has no usable checkpoint
         return False
 

@@ -211,12 +211,12 @@ def test_nothing_is_deleted_while_the_run_trains_or_through_a_link(fox, tmp_path
         assert len(runs(fox).checkpoints) == 3
         with pytest.raises(CheckpointError, match="is in use"):
             runs(fox, keep=1)
-    elsewhere = tmp_path / "elsewhere"
-    (fox / "checkpoints").rename(elsewhere)
-    (fox / "checkpoints").symlink_to(elsewhere)
+    step, elsewhere = fox / "checkpoints" / "step-1", tmp_path / "elsewhere"
+    step.rename(elsewhere)
+    step.symlink_to(elsewhere)
     with pytest.raises(CheckpointError, match="symbolic link"):
         runs(fox, keep=1)
-    assert len(list(elsewhere.iterdir())) == 3
+    assert list(elsewhere.iterdir())
 
 
 def test_what_deletes_needs_a_run(fox):
