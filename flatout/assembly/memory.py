@@ -640,31 +640,18 @@ def smallest_machine(workload: Workload) -> str | None:
 
 def trace_memory(
     this: PastRun,
-    config: RunConfig,
     workload: Workload,
     *,
-    runs: Sequence[PastRun] = (),
     context: int = 0,
 ) -> tuple[MemoryPrediction | None, str | None]:
-    """Return the peak memory of one rank of `this`, or why it cannot be predicted.
-
-    The estimate of an earlier run that needed the same saves the trace, a quarter of a second.
-    Custom code is traced again: it may have changed.
-    """
-    is_custom = any(":" in name for name in (this.kind, config.optim.kind, *this.speedups))
-    needs = attrgetter("digest", "versions", "rows_per_device", "accumulate")
-    known = [run.estimate for run in runs if run.estimate and needs(run) == needs(this)]
-    if known and this.world_size == 1 and not is_custom:
-        found = known[-1]
-    else:
-        try:
-            found = estimate(workload, this.rows_per_device, this.accumulate)
-        except FlatoutError:
-            raise
-        except Exception as error:  # a custom model may need values, which the trace does not have
-            return None, f"{type(error).__name__}: {error}"
-    on_gpu = workload.on_gpu
-    return predict_memory(this, found, on_gpu=on_gpu, runs=runs, context=context), None
+    """Return the peak memory of one rank of `this`, or why it cannot be predicted."""
+    try:
+        found = estimate(workload, this.rows_per_device, this.accumulate)
+    except FlatoutError:
+        raise
+    except Exception as error:  # a custom model may need values, which the trace does not have
+        return None, f"{type(error).__name__}: {error}"
+    return predict_memory(this, found, on_gpu=workload.on_gpu, context=context), None
 
 
 def recompute_blocks(

@@ -1,9 +1,9 @@
 """Predict the memory, the rate and the duration of a run from what was measured on this hardware.
 
 One file per GPU or CPU in flatout's cache has the gains that `bench` measured, which `auto` prefers
-to the defaults in the speedups' own files and `list speedups` shows, and what finished runs needed,
-which corrects the arithmetic. A value that neither they nor a data sheet support is None, and
-every number has a source. Nothing here imports torch.
+to the defaults in the speedups' own files and `list speedups` shows, and the rates of finished
+runs. A value that neither they nor a data sheet support is None, and every number has a source.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.assembly.selection import Decision, Gain, recipe_of, speedup_named
-from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.hardware.machine import ASSUMED_MFU, Machine
@@ -55,8 +52,6 @@ EVALUATION_COST = 3
 """A training token costs as much as this many evaluated ones: forward, and backward twice that."""
 EAGER_ERROR = 0.1
 """Error of the estimate for an eager model, as benchmarks/plan.py measures it."""
-LEAST_ERROR = 0.02
-"""Least error that is stated, however well earlier runs agree."""
 LEAST_COMPILED = 0.3
 """Least share of the eager estimate's activations and workspace that a compiled model may need."""
 CUDA_CONTEXT = GIB // 2
@@ -124,15 +119,13 @@ class MemoryEstimate:
         return self.fixed + self.peak.total
 
 
-class PastRun(Stored):
+class PastRun(Stored, extra="ignore"):
     """One finished run: what it was, and what was measured."""
 
     by: Literal["train", "bench"]
     """The command that measured it."""
     digest: str
     """Digest of all that decides its arithmetic but the micro-batch."""
-    versions: str
-    """Versions of torch and flatout."""
     kind: str
     """The model's kind."""
     speedups: list[str]
@@ -147,14 +140,6 @@ class PastRun(Stored):
     """Whether anything was compiled."""
     is_busy: bool = False
     """Whether other processes used the cores meanwhile, on a CPU only."""
-    estimate: MemoryEstimate | None = None
-    """Memory of its tensors as estimated for eager mode, in bytes."""
-    context_gib: float = 0.0
-    """Memory of the process before it built the model, on a CPU only."""
-    peak_gib: float = 0.0
-    """Measured peak. 0 if not measured."""
-    reserved_gib: float | None = None
-    """Measured peak of what the allocator reserved, on a GPU only."""
     tokens_per_s: float = 0.0
     """Measured steady rate. 0 if not measured."""
     flops_per_token: float = 0.0
@@ -307,7 +292,6 @@ def past_run(
     return PastRun(
         by=by,
         digest=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16],
-        versions=f"torch {version('torch')}, flatout {import_module('flatout').__version__}",
         kind=config.model.kind,
         speedups=speedups,
         rows_per_device=int(config.batch.rows_per_device),
@@ -324,10 +308,8 @@ class MemoryPrediction:
 
     estimate: MemoryEstimate
     """The parts, in eager mode."""
-    allocated: int
-    """Tensors at the peak, as `train` reports it on a GPU."""
     reserved: int
-    """What the allocator holds for them."""
+    """What the allocator holds for the tensors."""
     context: int
     """What the process needs besides: the CUDA context, or on a CPU Python, torch and buffers."""
     least: int
@@ -346,7 +328,7 @@ class MemoryPrediction:
     @property
     def peak_gib(self) -> float:
         """The number that `train` reports: allocated on a GPU, the whole process on a CPU."""
-        return (self.allocated if self.on_gpu else self.total) / GIB
+        return (self.estimate.total if self.on_gpu else self.total) / GIB
 
 
 @dataclass(frozen=True)
@@ -366,71 +348,24 @@ class TimePrediction:
 
 
 def predict_memory(
-    this: PastRun,
-    estimate: MemoryEstimate,
-    *,
-    on_gpu: bool = False,
-    runs: Sequence[PastRun] = (),
-    context: int = 0,
+    this: PastRun, estimate: MemoryEstimate, *, on_gpu: bool = False, context: int = 0
 ) -> MemoryPrediction:
     """Return the peak memory of one rank of `this`, a run without measurements.
 
-    `runs` are those recorded on this hardware, `context` the memory of this process so far (CPU).
+    `context` is the memory of this process so far (CPU).
     """
-    measured = [run for run in runs if run.by == "train" and run.estimate and run.peak_gib]
-
-    def like(*fields: str) -> list[PastRun]:
-        of = attrgetter(*fields)
-        return [run for run in measured if of(run) == of(this)][-LAST_RUNS:]
-
-    same = like("digest", "rows_per_device")
-    used = same or like("kind", "is_compiled")
-    allocated, holes = estimate.total, 0 if on_gpu else _heap_holes(estimate, this.speedups)
-    reserved = allocated + holes
-
-    def as_here(run: PastRun) -> float:
-        """Return the peak of this run if it exceeds its estimate as an earlier one did.
-
-        On a GPU by the same share of what depends on the micro-batch, on a CPU by the same bytes.
-        """
-        found, peak = run.estimate or estimate, GIB * run.peak_gib
-        if not on_gpu:
-            held = found.total + _heap_holes(found, run.speedups)
-            return context + reserved + peak - GIB * run.context_gib - held
-        # A compiled model holds all gradients at its peak. An eager one need not.
-        theirs, ours = (
-            each.fixed + (each.gradients if this.is_compiled else 0) for each in (found, estimate)
-        )
-        return ours + max(peak - theirs, 0) / found.peak.total * estimate.peak.total
-
-    source, error = "traced in eager mode", max(EAGER_ERROR, holes / reserved)
-    peak: float = allocated if on_gpu else context + reserved + CPU_OVERHEAD
-    if used:
-        peak = statistics.median(map(as_here, used))
-        misses = [abs(as_here(run) - peak) / (GIB * run.peak_gib) for run in used]
-        spread = EAGER_ERROR if len(used) == 1 else max(misses)
-        error = max(LEAST_ERROR if same else EAGER_ERROR, spread)
-        whose = "of this recipe's shape" if same else "of other shapes"
-        source = f"traced, corrected by {counted(len(used), 'earlier run')} {whose} here"
-        if this.is_compiled and not same:
-            source += ", but how much less a compiled model needs depends on its shape"
-    elif this.is_compiled:
+    holes = 0 if on_gpu else _heap_holes(estimate, this.speedups)
+    source, least = "traced in eager mode", estimate.total
+    error: float | None = max(EAGER_ERROR, holes / (estimate.total + holes))
+    if this.is_compiled:
         source += ", but a compiled model usually needs less, by an unknown amount"
-    extra = max(int(peak) - reserved, 0)
-    if on_gpu:
-        ratios = [run.reserved_gib / run.peak_gib for run in used if run.reserved_gib]
-        allocated, extra = int(peak), CUDA_CONTEXT
-        reserved = int(allocated * statistics.median(ratios or [CUDA_RESERVED]))
-    least = min(allocated, estimate.total)
-    if this.is_compiled and not (on_gpu and same):
-        least = estimate.fixed + int(LEAST_COMPILED * estimate.peak.total)
+        least, error = estimate.fixed + int(LEAST_COMPILED * estimate.peak.total), None
     return MemoryPrediction(
         estimate,
-        allocated,
-        reserved,
-        extra,
+        int(CUDA_RESERVED * estimate.total) if on_gpu else estimate.total + holes,
+        CUDA_CONTEXT if on_gpu else context + CPU_OVERHEAD,
         int(least * (1 - EAGER_ERROR)),
-        error if same or not this.is_compiled else None,
+        error,
         source,
         on_gpu,
     )
@@ -442,8 +377,7 @@ def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> int:
     Small blocks that are allocated inside a freed tensor leave a hole that is too small for the
     next tensor of its size.
     """
-    known = set(speedups) & set(SPEEDUPS.names())  # an earlier run may have had others
-    keeps = any("allocator" in SPEEDUPS.get(name).fills for name in known)
+    keeps = any("allocator" in speedup_named(name).fills for name in speedups)
     return HEAP_HOLES * estimate.largest if keeps else 0
 
 

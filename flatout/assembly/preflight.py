@@ -69,11 +69,11 @@ def check_loggers(config: LogConfig) -> None:
 
 
 def check_paths(config: RunConfig) -> None:
-    """Check that the paths a run starts from, saves to and caches in are local.
+    """Check that the paths a run starts from and caches in are local.
 
     Raises: ConfigError; as `check_upload` for checkpoint.upload, which is a URL.
     """
-    for key in ("checkpoint.dir", "train.init_from", "data.cache"):
+    for key in ("train.init_from", "data.cache"):
         require_local(config.value(key) or "", f"{key}=", error=ConfigError)
     check_upload(config.checkpoint)
 

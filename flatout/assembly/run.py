@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,9 +55,6 @@ class StateSaver(Protocol):
 
     newest_step: int | None
     """The last step that this process saved or started to save."""
-
-    def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Allocate the memory for saves, before training starts, and return its bytes."""
 
     def save(
         self,
@@ -147,8 +144,6 @@ class Run:
     scaler: LossScaler | None = None
     guard: StepGuard = field(default_factory=StepGuard)
     """Skips the updates of bad steps."""
-    left_out: Mapping[int, int] = field(default_factory=dict)
-    """Positions of data that are skipped, and those at which it continues."""
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0
@@ -222,15 +217,12 @@ def build(
     dataset: AnyDataset,
     folder: Path,
     decisions: Sequence[Decision],
-    left_out: Mapping[int, int] | None = None,
-    peak: Peak | None = None,
     draws: bool = True,
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
-    Weights are initialised with train.seed, identically on every rank. `left_out` maps
-    positions in the data to those to continue at instead. `peak` is the peak rate of the device if
-    it is known. Without `draws` the weights are arbitrary, because a checkpoint replaces them.
+    Weights are initialised with train.seed, identically on every rank. Without `draws` they are
+    arbitrary, because a checkpoint replaces them.
     """
     recipe = recipe_of(config)
     recipe.allocator()
@@ -256,17 +248,11 @@ def build(
         readback=recipe.readback(),
         saver=recipe.state_saver(),
         scaler=LossScaler(recipe.precision.loss_scale) if recipe.precision.loss_scale else None,
-        guard=StepGuard(
-            most=config.train.max_bad_steps,
-            spikes=config.train.skip_spikes,
-            model=core,
-            device=mesh.device,
-        ),
-        left_out=left_out or {},
+        guard=StepGuard(most=config.train.max_bad_steps, model=core, device=mesh.device),
     )
     run.loader = make_loader(run)
     run.recipe.zero_grad(run.trained())
-    run.peak = peak or known_peak(machine, str(mesh.device), run.arithmetic)
+    run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
 
 
@@ -335,6 +321,5 @@ def make_loader(run: Run) -> DirectLoader | PrefetchLoader:
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         device=str(mesh.device),
-        left_out=run.left_out,
     )
     return run.recipe.loader(run.recipe.batching(run.dataset.split("train"), plan, run.reader))

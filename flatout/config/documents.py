@@ -4,8 +4,6 @@ are booleans, and repeated keys are errors.
 
 from __future__ import annotations
 
-import copy
-import functools
 import re
 import sys
 from pathlib import Path
@@ -165,14 +163,8 @@ def parser_says(error: Exception) -> str:
 def parse_yaml(text: str, *, name: str) -> Any:
     """Return the value of a YAML text. Error messages call it `name`.
 
-    A text that was parsed before costs a copy: a run reads its config.yaml at every save.
     Raises: ConfigError with the line that could not be read.
     """
-    return copy.deepcopy(_parsed(text, name))
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(text: str, name: str) -> Any:
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:

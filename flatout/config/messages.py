@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from flatout.config.registry import misspelt, nearest
-from flatout.config.words import Word, is_off, known_words, value_for, word_for
+from flatout.config.words import Word, is_off, known_words, removed, value_for, word_for
 from flatout.errors import ConfigError
 
 LONGEST_VALUE = 200
@@ -105,6 +105,8 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
             f"There is no config key {key!r}.",
             fix=f"Put it in its section: `{written}{'}' * key.count('.')}`.",
         )
+    if instead := removed(key):
+        return ConfigError(f"There is no config key {key!r} any more.", fix=instead)
     section, _, last = key.rpartition(".")
     siblings = {
         name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section

@@ -264,18 +264,10 @@ class TrainConfig(Section):
     max_bad_steps: Count = 10
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
     finite. Its update is skipped, and the run continues with the next step."""
-    skip_spikes: float | None = Field(None, ge=3)
-    """Also treat a step as bad when its gradient norm is that many robust standard deviations
-    above the median of the last 128, and at least twice that median. None skips no spikes."""
-    on_divergence: Literal["stop", "rewind"] = "stop"
-    """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
-    and skip the sequences of the bad steps."""
-    max_rewinds: Count = 3
-    """How many times on_divergence=rewind may go back, over all resumes of a run."""
     watchdog_minutes: NonNegativeFloat = 5.0
-    """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
-    waits for, and writes the stacks of its threads. Compiling, saving and sampling may take four
-    times as long. 0 turns this off."""
+    """Minutes without a micro-batch or a batch of an evaluation after which the run reports that,
+    and writes the stacks of its threads. Compiling, saving and sampling may take four times as
+    long. 0 turns this off."""
     watchdog_stop: bool = False
     """End such a run with exit code 75, so that a scheduler starts it again from its last
     checkpoint."""
@@ -354,8 +346,6 @@ class CheckpointConfig(Section):
     best: bool = True
     """Save at each evaluation with a lower loss than all before it. With false, only the intervals
     above and the end of the run save, and the best step may have no checkpoint."""
-    dir: str | None = None
-    """Directory for checkpoints. None means RUN/checkpoints."""
     upload: str | None = None
     """URL to which checkpoints are copied while training continues, such as s3://BUCKET/runs. A run
     whose directory is gone continues from there. none turns off the uploads of a stored run."""
@@ -370,7 +360,7 @@ class LogConfig(Section):
         (
             lambda log: [name for name in log.observers if ":" not in name],
             "log.observers names {1[0]!r}, which is not an object in a Python module.",
-            "Write log.observers=package.module:MyObserver. For tensorboard, csv, wandb and mlflow "
+            "Write log.observers=package.module:MyObserver. For tensorboard, wandb and mlflow "
             "set log.to.",
         ),
     )
@@ -378,7 +368,7 @@ class LogConfig(Section):
     every: Count = 10
     """Steps between records in metrics.jsonl."""
     to: Names = ("tensorboard",)
-    """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
+    """Loggers that receive the metrics too: tensorboard, wandb, mlflow, or
     package.module:MyLogger, or none for metrics.jsonl alone. A run continues when one of them
     fails."""
     project: str | None = None

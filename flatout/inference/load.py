@@ -25,7 +25,6 @@ from flatout.models.meta import allocate, new_model
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.catalog import tokenizer_of
 from flatout.training.checkpoint.merged import MergedWeights, read_merged, shapes_of
-from flatout.training.run_dir.data_location import exists, relocated
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run, run_or_newest
 
@@ -53,23 +52,16 @@ class LoadedRun:
 
     @cached_property
     def dataset(self) -> AnyDataset:
-        """The training data, opened on first use. It may have moved together with the run.
+        """The training data, opened on first use.
 
         Raises: DataError when it is missing or cannot be downloaded.
         """
         try:
             return open_data(self.config.data, progress=self.progress)
         except DataError as error:
-            if exists(self.config.data):
-                raise
-            moved = relocated(self.config.data, self.folder, self.checkpoint)
-            if moved is None:
-                command = f"flatout eval {in_shell(self.folder)} --data PATH"
-                fix = f"{error.fix} If the data was moved, pass its path: `{command}`."
-                raise DataError(error.what, fix=fix) from error
-            paths = ", ".join(moved.mix or [moved.path or ""])
-            self.progress.say(f"{error.what} The same data was found at {paths}.")
-            return open_data(moved, progress=self.progress)
+            moved = f"`flatout eval {in_shell(self.folder)} --data PATH`"
+            fix = f"{error.fix} If the data was moved, pass its path: {moved}."
+            raise DataError(error.what, fix=fix) from error
 
 
 def load_run(

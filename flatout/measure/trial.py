@@ -61,7 +61,6 @@ QUIET: dict[str, Any] = {
     "checkpoint.every_steps": None,
     "checkpoint.every_epochs": None,
     "checkpoint.upload": None,
-    "checkpoint.dir": None,
 }
 """Switches off everything but training."""
 OF_A_TRIAL: dict[str, Any] = {"log.every": 1, "log.to": []}

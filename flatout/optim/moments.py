@@ -23,22 +23,13 @@ class Moments:
     """A field that no other kind has."""
     speedup: str | None = None
     """The speedup that uses this kind. None for plain optimizers."""
-    like_the_parameter: tuple[str, ...] | None = None
-    """The fields that are fp32 tensors of the parameter's shape. None for other layouts."""
-    numbers: tuple[str, ...] = ()
-    """Additional fields that are tensors of one number."""
 
 
-FP32 = Moments(
-    "AdamW's moments in fp32",
-    "exp_avg_sq",
-    like_the_parameter=("exp_avg", "exp_avg_sq"),
-    numbers=("step",),
-)
+FP32 = Moments("AdamW's moments in fp32", "exp_avg_sq")
 TORCHAO = Moments(
     "AdamW's moments in eight bits, as adamw-8bit stores them", "exp_avg_scale", "adamw-8bit"
 )
-MOMENTUM = Moments("Muon's momentum", "momentum_buffer", like_the_parameter=("momentum_buffer",))
+MOMENTUM = Moments("Muon's momentum", "momentum_buffer")
 KINDS = (TORCHAO, FP32, MOMENTUM)
 """In the order of the search: TORCHAO has the fields of FP32, and more."""
 

@@ -1,15 +1,11 @@
 """Skips the update of a step with bad values, so that weights and optimizer state keep every bit.
 
-A step is bad when its loss or its gradient norm is not finite and, with a threshold, when the norm
-is a spike: far above the median of the norms before it. All ranks have the same values, so all
-skip the same steps. The schedule and the position in the data advance as after any step.
-
-Letters: W norms of the window.
+A step is bad when its loss or its gradient norm is not finite. All ranks have the same values, so
+all skip the same steps. The schedule and the position in the data advance as after any step.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,30 +16,17 @@ from torch.optim import Optimizer
 
 from flatout.storage.json_io import JsonObject
 
-WINDOW, MIN_NORMS = 128, 32
-"""Most and fewest earlier norms that a spike is compared with."""
-DEVIATION = 1.4826
-"""Standard deviations per median absolute deviation, for normally distributed values."""
-LEAST_RISE = math.log(2)
-"""A spike is at least twice the median, however little the norms vary."""
-
 
 class StepGuard:
     """Decides on the device which updates to skip, and counts them.
 
-    Spikes are sought in the logarithm of the gradient norm: its median over a window, plus
-    `spikes` robust standard deviations, is the limit. Finite norms of skipped steps enter the
-    window too, so that a limit can never stay below all norms.
-
-    Cost: a dozen operations on single numbers per step, with `spikes` about twenty more on the
-          window. Nothing waits for the device.
+    Cost: a dozen operations on single numbers per step. Nothing waits for the device.
     """
 
     def __init__(
         self,
         *,
         most: int = 10,
-        spikes: float | None = None,
         model: nn.Module | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -52,17 +35,12 @@ class StepGuard:
         A bad step leaves the buffers of `model` as they were, which forward passes may change.
         """
         self.most = most
-        self.spikes = spikes
         self.streak = torch.zeros((), device=device)
         """Updates skipped in a row, up to the last step. A new tensor at each step."""
         self.skipped = torch.zeros((), device=device)
         """All updates skipped in the run. A new tensor at each step."""
-        self.limit = torch.full((), math.inf, device=device)
-        """Gradient norm beyond which the last step would have been a spike."""
         self.waited_s = 0.0
         """Seconds that the host waited for the device in the last step, to know what to skip."""
-        self._logs_W = torch.zeros(WINDOW, device=device)
-        self._seen = 0
         self._model = model
         self._before: list[Tensor] = []
 
@@ -94,18 +72,6 @@ class StepGuard:
         """
         empty = num_valid == 0
         bad = ~torch.isfinite(loss + grad_norm) & ~empty
-        if self.spikes is not None:
-            logs_W = self._logs_W[: self._seen]
-            if len(logs_W) >= MIN_NORMS:
-                middle = (len(logs_W) - 1) // 2
-                median = logs_W.sort().values[middle]
-                deviation = DEVIATION * (logs_W - median).abs().sort().values[middle]
-                self.limit = (median + (self.spikes * deviation).clamp(min=LEAST_RISE)).exp()
-            bad |= grad_norm > self.limit
-            slot = self._seen % WINDOW  # a norm that is not finite repeats the one before it
-            log = grad_norm.clamp(min=torch.finfo(torch.float32).tiny).log()
-            self._logs_W[slot] = torch.where(torch.isfinite(grad_norm), log, self._logs_W[slot - 1])
-            self._seen += 1
         bad |= self.streak >= self.most
         counts = bad.to(self.streak.dtype)
         self.streak = torch.where(empty & ~bad, self.streak, (self.streak + 1) * counts)
@@ -117,20 +83,12 @@ class StepGuard:
 
     def state_dict(self) -> JsonObject:
         """Return the state that a resumed run needs, as plain numbers. Waits for the device."""
-        return {
-            "streak": int(self.streak),
-            "skipped": int(self.skipped),
-            "seen": self._seen,
-            "logs": self._logs_W.tolist() if self.spikes is not None else [],
-        }
+        return {"streak": int(self.streak), "skipped": int(self.skipped)}
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Restore a state that `state_dict` returned, possibly under a different limit."""
         self.streak = torch.full_like(self.streak, min(int(state["streak"]), self.most - 1))
         self.skipped = torch.full_like(self.skipped, int(state["skipped"]))
-        if self.spikes is not None and len(state["logs"]) == WINDOW:
-            self._seen = int(state["seen"])
-            self._logs_W = torch.tensor(state["logs"]).to(self._logs_W)
 
 
 def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> float:

@@ -347,8 +347,8 @@ def _link_error(path: Path) -> CheckpointError:
     target = os.readlink(path) if path.is_symlink() else "another file"
     return CheckpointError(
         f"{path} is a symbolic link to {target}: a run does not write through links.",
-        fix=f"Replace {path} with what it points to, or delete it. checkpoint.dir=DIR keeps the "
-        "checkpoints of a new run on a different disk.",
+        fix=f"Replace {path} with what it points to, or delete it. Only the directory of all "
+        "checkpoints may be a link, to a different disk.",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flatout.assembly.run import Run
-from flatout.hardware.roofline import Peak, peak_tflops
 from flatout.progress import counted
 from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
@@ -19,9 +18,6 @@ from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
 from flatout.training.saving import save_last, stating_room, wait_for_saves
 from flatout.training.session import Session
-
-MEASURE_AGAIN_S = 10.0
-"""Seconds of training after which a measured peak is measured again at the end."""
 
 
 def finish(session: Session, predicted: JsonObject) -> JsonObject:
@@ -86,7 +82,6 @@ def early_stop_reason(run: Run) -> str | None:
 def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
     """Return the run's results. Anything not measured is None."""
     wall_s = log.wall_s
-    run.peak = best_peak(run, log)
     steady = log.steady_rates()
     mfu = log.mfu(steady.flops_per_s) if steady else None
     mfu_of = "unknown: there is no data sheet for this device, and its peak cannot be measured"
@@ -125,20 +120,3 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
         "resumed_from": run.resumed_from,
         "weights_sha256": run.mesh.broadcast_object(digest_of(last) if run.mesh.is_main else ""),
     }
-
-
-def best_peak(run: Run, log: Log) -> Peak | None:
-    """Return the run's peak. If it was measured, measure again and return the higher of the two.
-
-    On a busy machine, the measured peak is too low. In a run of a few seconds the machine is as
-    busy at the end as at the start, so there is no second measurement.
-    """
-    peak = run.peak
-    if peak is None or not peak.source.startswith("measured") or log.wall_s < MEASURE_AGAIN_S:
-        return peak
-    again = peak_tflops(run.machine, str(run.mesh.device), run.arithmetic)
-    if again is None or again.tflops <= peak.tflops:
-        return peak
-    log.event("peak", tflops=again.tflops, source=again.source, before_tflops=peak.tflops)
-    is_higher = again.tflops > 1.1 * peak.tflops
-    return Peak(again.tflops, f"{again.source}, at the end" if is_higher else again.source)

@@ -21,16 +21,15 @@ from flatout.models.lora import adapters_of, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import writing_run
-from flatout.storage.json_io import JsonObject, read_model
+from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise, require_local
 from flatout.training.agreement import READING, together
-from flatout.training.checkpoint import catalog, location
+from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, read_index
 from flatout.training.checkpoint.contents import digest_of, find_base, keep_base
 from flatout.training.checkpoint.merged import MergedWeights, load_initial_weights, shapes_of
 from flatout.training.checkpoint.weights import plain_name
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 
@@ -78,7 +77,6 @@ def resolve_init_from(
             )
         else:
             require_tokenizer(run_folder, dataset, path)
-            require_as_trained(run_folder / layout.CONFIG, source)
         theirs = source.model.model_dump(mode="json") if source else {}
         _require_fit(config, path, theirs, shapes_of(model))
     with_adapters(model, config.lora)
@@ -115,12 +113,8 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
 
 def run_of(checkpoint: Path) -> Path | None:
     """Return the run directory that a checkpoint belongs to, or None."""
-    folder = checkpoint.absolute().parent
-    if (folder.parent / layout.CONFIG).exists():
-        return folder.parent
-    owner = folder / location.OWNER
-    run_folder = Path(read_model(owner, location.Owner).run) if owner.exists() else None
-    return run_folder if run_folder and (run_folder / layout.CONFIG).exists() else None
+    folder = checkpoint.absolute().parent.parent
+    return folder if (folder / layout.CONFIG).exists() else None
 
 
 def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILENT) -> None:

@@ -92,7 +92,7 @@ def peers_named() -> Iterator[None]:
             raise RunFailed(
                 "Another process of this run did not answer in time: it hangs, or is far slower.",
                 fix="Look for its last message, and run the same command again. "
-                "train.watchdog_stop=true writes where each process stands.",
+                "RUN/watchdog.txt shows where each process stands, if it was written.",
             ) from error
         raise
 

@@ -1,4 +1,4 @@
-"""Predict a run's memory and time before it starts, and record the measured ones at its end."""
+"""Predict a run's memory and time before it starts, and record its rate at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import psutil
 from flatout.assembly.memory import capacity_of, require_fitting, trace_memory
 from flatout.assembly.prediction import (
     EVALUATION_COST,
-    GIB,
     MemoryPrediction,
     PastRun,
     hardware_name,
@@ -25,7 +24,6 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
 from flatout.hardware.machine import BUSY_CORES, CpuTimes
 from flatout.storage.json_io import JsonObject
-from flatout.training.metrics.device import reserved_gib
 from flatout.training.run_plan import RunPlan
 from flatout.training.session import RunRequest
 
@@ -36,8 +34,6 @@ class Forecast:
 
     runs: Sequence[PastRun]
     """Earlier runs on this hardware."""
-    context: int
-    """Bytes of this process so far."""
     memory: MemoryPrediction | None
 
 
@@ -47,20 +43,20 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
     Raises: HardwareError when a new run certainly does not fit.
     """
     runs = runs_here(request.machine, request.device, request.cache)
-    context = psutil.Process().memory_info().rss
     config, decisions, ranks = plan.config, plan.decisions, request.ranks
     this, workload = past_run(config, decisions, ranks.world_size), workload_of(config)
-    memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
+    context = psutil.Process().memory_info().rss  # of this process so far
+    memory, problem = trace_memory(this, workload, context=context)
     if memory is None:
         request.progress.say(f"Its memory cannot be predicted: {problem}")
-        return Forecast(runs, context, None)
+        return Forecast(runs, None)
     capacity = capacity_of(request.machine, request.device, ranks.local_world_size)
     is_ours = not any(":" in name for name in this.speedups)
     if capacity is not None and plan.requested is not None and is_ours:
         warning = require_fitting(config, workload, memory, capacity)
         if warning and ranks.rank == 0:
             request.progress.say(warning)
-    return Forecast(runs, context, memory)
+    return Forecast(runs, memory)
 
 
 def predict(run: Run, known: Forecast) -> JsonObject:
@@ -93,10 +89,8 @@ def _flops_per_token(run: Run) -> float:
     return float(run.core.flops_per_token(run.config.data.seq_len).causal_exact)
 
 
-def record(
-    run: Run, request: RunRequest, known: Forecast, summary: JsonObject, cached_s: float
-) -> None:
-    """Store what a finished run took, for later predictions. A resumed one tells too little.
+def record(run: Run, request: RunRequest, summary: JsonObject, cached_s: float) -> None:
+    """Store how fast a finished run was, for later predictions. A resumed one tells too little.
 
     `cached_s` is the part of its time in which torch compiled what it then kept on disk.
     """
@@ -111,10 +105,6 @@ def record(
         run.decisions,
         run.mesh.world_size,
         is_busy=on_cpu and run.mesh.world_size == 1 and others > BUSY_CORES,
-        estimate=known.memory.estimate if known.memory else None,
-        context_gib=known.context / GIB if on_cpu else 0.0,
-        peak_gib=summary["peak_gib"] or 0.0,
-        reserved_gib=reserved_gib(run.mesh.device),
         tokens_per_s=rate,
         flops_per_token=_flops_per_token(run),
         beside_s=summary["wall_s"] - (summary["tokens"] + scored / EVALUATION_COST) / rate,

@@ -15,7 +15,6 @@ from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset, sizes_of
 from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
-from flatout.assembly.selection import recipe_of
 from flatout.config.registry import RECIPES
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
@@ -39,7 +38,7 @@ from flatout.training.agreement import require_shared
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.weights import weights_of
-from flatout.training.divergence import Rewound, read_left_out, require_good_steps
+from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import (
     EvaluationDropped,
     batch_shapes,
@@ -55,13 +54,12 @@ from flatout.training.metrics.loggers import configured_observers, require_logge
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import forget_events
 from flatout.training.out_of_memory import explained, peers_named
-from flatout.training.peak import measured_peak
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, require_same_settings
-from flatout.training.saving import closing_saver, environment_of, reserve, save_last
+from flatout.training.saving import closing_saver, environment_of, save_last
 from flatout.training.session import RunRequest, Session
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.upload.uploader import claimed, sending
@@ -130,15 +128,13 @@ def run_training(
             require_shared(ranks, folder / layout.LOCK)
             try:
                 return train_plan(request, plan)
-            except Rewound:  # it has prepared the run directory for an ordinary resume
-                request = replace(request, resume="auto")
-            except SmallerBatch as smaller:  # so has this
+            except SmallerBatch as smaller:  # the run directory has fewer rows for the next attempt
                 if ranks.world_size > 1:
                     raise
                 progress.say(f"{smaller.what} Starting again.")
-                request = replace(request, resume="auto")
-                torch.compiler.reset()
+            request = replace(request, resume="auto")
             gc.collect()  # the model of the attempt that failed is in reference cycles
+            torch.compiler.reset()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -146,8 +142,7 @@ def run_training(
 def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """Build the planned run, restore it, train it to its end, and return its summary.
 
-    Raises: Stopped when a signal ended it after a save; Rewound when it is to be planned again;
-            RunFailed.
+    Raises: Stopped when a signal ended it after a save; RunFailed.
     """
     known = forecast(request, plan)
     run = build_run(request, plan)
@@ -196,7 +191,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         try:
             run.loader.prime(run.last_step - run.step, progress=progress)
             warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
-            reserve(run, log)
             stop.waits_for = "the micro-batch or save in progress"
             fit(session)
             require_good_steps(run, log, flush=True)
@@ -207,14 +201,9 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
                 summary = finish(session, predicted)
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(session, stop)
-        except Rewound as rewound:
-            asked = torch.tensor(float(stop.signal_number is not None), device=mesh.device)
-            if float(mesh.sum(asked)[0]):
-                raise Stopped(rewound.what, fix=rewound.fix) from None
-            raise
         log.end(summary)
     if mesh.is_main and log.is_steady and run.config.batch == plan.config.batch:
-        record(run, request, known, summary, log.cached_s)
+        record(run, request, summary, log.cached_s)
     return summary
 
 
@@ -307,14 +296,7 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
 def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0, without the random weights that a checkpoint replaces."""
     require_loggers(plan.config.log)
-    mesh, peak = make_mesh(plan.config.parallel, request.device), None
-    if plan.checkpoint is not None:
-        device = str(mesh.device)
-        arithmetic = recipe_of(plan.config).arithmetic(device)
-        peak = measured_peak(request.folder, request.machine, device, arithmetic)
-    left_out = mesh.broadcast_object(
-        read_left_out(request.folder).positions() if mesh.is_main else {}
-    )
+    mesh = make_mesh(plan.config.parallel, request.device)
     with request.progress.task("Building the model"):
         return build(
             plan.config,
@@ -323,8 +305,6 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             dataset=dataset_of(request, plan.config),
             folder=request.folder,
             decisions=plan.decisions,
-            left_out=left_out,
-            peak=peak,
             draws=plan.checkpoint is None,
         )
 
@@ -344,15 +324,14 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
     """Write the configuration of a new run or the new length of a longer one.
 
-    Raises: HardwareError when the disk is too full; CheckpointError when its checkpoint directory
-            belongs to another run.
+    Raises: HardwareError when the disk is too full.
     """
     folder, config = run.folder, run.config.checkpoint
     with writing_run(folder):
         num_saved = sum(tensor.numel() for tensor in weights_of(run).values())
         most = most_at_once(config, run.last_step, run.steps_per_epoch)
         needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most
-        layout.require_free_disk(folder, needed_bytes, directory=config.dir)
+        layout.require_free_disk(folder, needed_bytes)
         if plan.longer is not None:
             plan.longer.store(folder, progress=progress)
         if plan.requested is not None:

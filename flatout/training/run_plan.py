@@ -304,13 +304,19 @@ def how_to_train_on(
 def require_run_directory(folder: Path) -> None:
     """Check that `folder` is empty, or contains a run or the files of a killed first start.
 
-    Raises: CheckpointError when it contains other files.
+    Raises: CheckpointError when it contains other files, or a link to missing checkpoints.
     """
+    checkpoints = folder / catalog.CHECKPOINTS
+    if checkpoints.is_symlink() and not checkpoints.exists():
+        raise CheckpointError(
+            f"{checkpoints} is a link to {checkpoints.readlink()}, which does not exist.",
+            fix="Mount that disk, or create the directory to start over.",
+        )
     for name in layout.WRITTEN:
         for unfinished in folder.glob(f"{name}.*{PART}"):
             unfinished.unlink()
     found = sorted(path.name for path in folder.iterdir() if path.name != layout.LOCK)
-    others = [name for name in found if name not in layout.STARTED]
+    others = [name for name in found if name not in (*layout.STARTED, catalog.CHECKPOINTS)]
     if others and not {layout.CONFIG, layout.REQUESTED}.intersection(found):
         raise CheckpointError(
             f"{folder} is not a run directory. It contains {', '.join(others[:4])}.",

@@ -28,8 +28,7 @@ from flatout.training.checkpoint.catalog import (
     steps_between_saves,
 )
 from flatout.training.checkpoint.host_copy import bytes_of
-from flatout.training.checkpoint.location import checkpoints_folder, existing
-from flatout.training.checkpoint.savers import tensors_to_save
+from flatout.training.checkpoint.savers import take
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.data_location import data_facts, digest
 from flatout.training.soundness import require_sound
@@ -54,8 +53,8 @@ class SaveSchedule:
     def due(self, run: Run) -> bool:
         """Return whether to save after this step. The last and best steps are saved elsewhere.
 
-        A save that is due after a bad step waits for the next good one, so that a rewind finds a
-        checkpoint from before the bad steps.
+        A save that is due after a bad step waits for the next good one, so that a run that diverges
+        keeps a checkpoint from before the bad steps.
         """
         is_due = self._is_time(run) or self._is_owed
         self._is_owed = is_due and self._log.bad_steps.in_a_row > 0
@@ -75,14 +74,6 @@ class SaveSchedule:
         if is_time:
             self._saved_s = self._log.wall_s
         return is_time
-
-
-def reserve(run: Run, log: Log) -> None:
-    """Allocate the saver's memory now rather than at the first save, and log it."""
-    began_s = time.perf_counter()
-    num_bytes = run.saver.reserve(run, log.progress)
-    if num_bytes:
-        log.event("reserve", bytes=num_bytes, seconds=round(time.perf_counter() - began_s, 3))
 
 
 def save(run: Run, log: Log) -> None:
@@ -145,11 +136,11 @@ def no_room(run: Run, error: DiskFull) -> DiskFull:
     what = f"At step {run.step}, {error.what[0].lower()}{error.what[1:]}"
     if error.fix == TOO_LARGE:  # whatever is free
         return DiskFull(what, fix=error.fix)
-    needed = run.mesh.world_size * bytes_of(tensors_to_save(run) or {})
-    disk = existing(checkpoints_folder(run.folder))
+    needed = run.mesh.world_size * bytes_of(take(run, {}).tensors)
+    disk = catalog.existing(run.folder / catalog.CHECKPOINTS)
     free = amount(shutil.disk_usage(disk).free, "bytes")
-    needs = f"It needs about {amount(needed, 'bytes')}, and " if needed else ""
-    return DiskFull(f"{what} {needs}{free} are free in {disk}.", fix=error.fix)
+    needs = f"It needs about {amount(needed, 'bytes')}, and {free} are free in {disk}."
+    return DiskFull(f"{what} {needs}", fix=error.fix)
 
 
 def info_of(run: Run, log: Log) -> CheckpointInfo:

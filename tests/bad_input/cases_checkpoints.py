@@ -66,18 +66,4 @@ a URL as the run of `runs`
         ("copy",),
         lambda w: w.write("runs/first/asked.yaml", ""),
     ),
-    Case(
-        "an edited asked.yaml in `verify --resume`",
-        "verify --resume runs/first",
-        ("runs/first/asked.yaml was changed",),
-        ("Restore it from a copy",),
-        lambda w: replace_text(w, "runs/first/asked.yaml", "lr: 0.001", "lr: 0.003"),
-    ),
-    Case(
-        "an edited asked.yaml in `diagnose` of a run with other settings",
-        "diagnose runs/first train.steps=9",
-        ("runs/first/asked.yaml was changed",),
-        ("Restore it from a copy",),
-        lambda w: replace_text(w, "runs/first/asked.yaml", "lr: 0.001", "lr: 0.003"),
-    ),
 ]

@@ -59,9 +59,6 @@ a URL as --run-dir
 a URL as --resume
     train my.yaml --resume gs://bucket/run
     --resume gs://bucket/run -> a local path
-a URL as checkpoint.dir
-    train my.yaml checkpoint.dir=gs://bucket/x
-    checkpoint.dir=gs://bucket/x is a URL -> a local path
 a URL as train.init_from
     train my.yaml train.init_from=s3://bucket/run
     train.init_from=s3://bucket/run -> a local path
@@ -300,9 +297,6 @@ a file instead of the run directory
 a text file for `inspect`
     inspect book.txt
     book.txt -> flatout prepare
-a file as checkpoint.dir
-    train my.yaml checkpoint.dir=book.txt
-    checkpoint.dir | book.txt -> Set checkpoint.dir
 a directory of checkpoints instead of a checkpoint
     train my.yaml --run-dir runs/new --resume runs/first/checkpoints
     runs/first/checkpoints -> step-100

@@ -50,12 +50,6 @@ a value instead of a section
 no bad step allowed
     train my.yaml train.max_bad_steps=0
     train.max_bad_steps=0 | at least 1 -> default, 10
-a limit that ordinary steps exceed
-    train my.yaml train.skip_spikes=1
-    train.skip_spikes=1 | at least 3 -> remove it
-an unknown answer to divergence
-    train my.yaml train.on_divergence=restart
-    train.on_divergence='restart' | 'rewind' -> stop
 an unknown device
     train my.yaml train.device=gpu
     train.device='gpu' -> 'cuda' | auto, cpu, cuda

@@ -24,7 +24,7 @@ def with_checkpoint(world: World) -> None:
 def with_run(world: World) -> None:
     """Put another run of that name at the upload URL."""
     with_upload(world)
-    for path in ("config.yaml", "config.copy.yaml", "asked.yaml"):
+    for path in ("config.yaml", "asked.yaml"):
         world.write(f"backup/new/{path}", (world.path / "runs/first" / path).read_bytes())
     world.write("backup/new/step-3-44136fa3/manifest.json", "{}")
 

@@ -162,7 +162,7 @@ def test_presets_are_answered_with_a_recipe(name, recipe, tmp_path, monkeypatch)
     ("option", "fix"),
     [
         ("--config", "name the recipe itself"),
-        ("--checkpoint_dir", "checkpoint.dir=VALUE"),
+        ("--checkpoint_dir", "--run-dir"),
         ("--mixed-precision", "train.precision=VALUE"),
         ("--pretokenized", "flatout prepare"),
         ("--use_hten", "model.scales=VALUE"),
@@ -211,6 +211,8 @@ def use(what: str) -> None:
     elif " " in what:
         noun, _, name = what.rpartition(" ")
         raise unknown_name(noun, name, ())
+    elif "." in what:
+        load_config(None, [f"{what}=1"])
     else:
         cli.call([what], ExitStack(), False)
 

@@ -9,7 +9,7 @@ import pytest
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.errors import CheckpointError, DataError
 from flatout.storage import files, json_io
-from flatout.training.checkpoint.location import make_folder
+from flatout.training.checkpoint.catalog import make_folder
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from torch import nn
 from flatout.ops import newton_schulz
 from flatout.optim.muon import Muon
 from flatout.optim.step_guard import (
-    MIN_NORMS,
-    WINDOW,
     StepGuard,
     reads_flag,
     step_unless,
@@ -45,58 +43,13 @@ def test_after_too_many_bad_steps_every_step_is_skipped():
     assert (int(guard.streak), int(guard.skipped)) == (4, 5)
 
 
-def noisy(count, seed=0, level=1.0):
-    torch.manual_seed(seed)
-    return (level * (0.2 * torch.randn(count)).exp()).tolist()
-
-
-def test_a_norm_far_above_the_median_is_a_spike_once_there_are_enough_norms():
-    guard = StepGuard(spikes=6.0)
-    assert not any(judged(guard, norm) for norm in (100.0, *noisy(MIN_NORMS - 2), 100.0))
-    assert not any(judged(guard, norm) for norm in noisy(WINDOW))
-    assert judged(guard, 10.0) == 1
-    assert 2.0 < float(guard.limit) < 10.0
-    assert judged(guard, 1.0) == 0
-
-
-def test_a_norm_that_hardly_varies_may_double():
-    guard = StepGuard(spikes=6.0)
-    assert not any(judged(guard, 1.0) for _ in range(WINDOW))
-    assert [judged(guard, 1.99), judged(guard, 2.01)] == [0, 1]
-
-
-def test_norms_that_drift_or_noise_without_outliers_are_no_spikes():
-    guard = StepGuard(spikes=6.0)
-    assert not any(judged(guard, 1.02**step) for step in range(300))
-    guard = StepGuard(spikes=6.0)
-    assert not any(judged(guard, norm) for norm in noisy(2000, seed=1))
-
-
-def test_a_lasting_rise_is_accepted_once_it_fills_half_of_the_window():
-    guard = StepGuard(spikes=6.0, most=WINDOW)
-    steps = [judged(guard, norm) for norm in [*noisy(WINDOW), *noisy(WINDOW, level=20.0)]]
-    assert steps[WINDOW] == 1
-    assert steps[-1] == 0
-
-
-def test_norms_that_are_not_finite_do_not_change_the_limit():
-    clean, dirty = StepGuard(spikes=6.0), StepGuard(spikes=6.0)
-    for number, norm in enumerate(noisy(200)):
-        judged(clean, norm)
-        judged(dirty, norm)
-        if number % 10 == 0:
-            judged(dirty, math.nan)
-    assert float(dirty.limit) == pytest.approx(float(clean.limit), rel=0.5)
-
-
-@pytest.mark.parametrize("spikes", [None, 6.0])
-def test_a_restored_guard_judges_as_the_first_one(spikes):
-    norms = [*noisy(60), math.nan, math.nan]
-    guard, again = StepGuard(spikes=spikes), StepGuard(spikes=spikes)
+def test_a_restored_guard_judges_as_the_first_one():
+    norms = [1.0, math.nan, 1.0, math.nan, math.nan]
+    guard, again = StepGuard(most=4), StepGuard(most=4)
     for norm in norms:
         judged(guard, norm)
     again.load_state_dict(guard.state_dict())
-    rest = [math.nan, *noisy(40, seed=3), 3.0, 1.9, 50.0]
+    rest = [math.nan, 1.0, math.nan, 1.0, *[math.nan] * 5, 1.0]
     assert [judged(again, norm) for norm in rest] == [judged(guard, norm) for norm in rest]
     assert again.state_dict() == guard.state_dict()
 

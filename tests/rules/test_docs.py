@@ -17,6 +17,7 @@ from flatout.cli.parser import build
 from flatout.config.messages import all_keys
 from flatout.config.registry import COMMANDS, MODELS, RECIPES
 from flatout.config.schema import RunConfig, load_config
+from flatout.config.words import removed
 from flatout.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -109,7 +110,7 @@ def test_every_command_parses(root, no_violations):
 
 
 def test_every_configuration_key_exists(root, no_violations):
-    """Keys in inline code exist and accept the values shown there."""
+    """Keys in inline code exist and accept the values shown there. The changelog names old ones."""
     wrong = []
     sections = "|".join(key.partition(".")[0] for key in all_keys(RunConfig) if "." in key)
     known = {
@@ -120,6 +121,8 @@ def test_every_configuration_key_exists(root, no_violations):
         for key, value in re.findall(
             rf"`((?:{sections})\.[a-z_]+)(=[^`\s]+)?`", path.read_text(encoding="utf-8")
         ):
+            if path.name == "CHANGELOG.md" and removed(key):
+                continue
             if key not in known:
                 wrong.append(f"{path.name}: {key}")
             elif value and not value[1:].isupper() and not key.startswith("model."):

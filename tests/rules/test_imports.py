@@ -73,7 +73,6 @@ TRAINING = (
     "divergence",
     "loop",
     "run_plan",
-    "peak",
     "predicting",
     "finish",
     "run",

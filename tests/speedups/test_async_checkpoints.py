@@ -15,7 +15,6 @@ from flatout.errors import DiskFull, Stopped
 from flatout.training import loop
 from flatout.training.checkpoint import catalog, savers
 from flatout.training.checkpoint.catalog import INFO
-from flatout.training.checkpoint.host_copy import HostCopy
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code
@@ -101,33 +100,6 @@ def test_a_run_leaves_the_files_of_one_that_saves_in_the_loop(
     assert reported["beside"] == reported["loop"]
     for event in saves(tmp_path / "beside"):
         assert 0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1
-
-
-def test_memory_for_the_first_save_is_reserved_before_the_first_step(
-    tiny_config, tmp_path, monkeypatch
-):
-    reserved, made = [], []
-    make_room_beside, make_room = HostCopy.make_room_beside, HostCopy.make_room
-
-    def recorded_beside(copy, num_bytes):
-        reserved.append(num_bytes)
-        make_room_beside(copy, num_bytes)
-
-    def recorded(copy, num_bytes, device):
-        copy._await_room()  # waits for the memory
-        made.append((num_bytes, num_bytes <= copy._block.numel()))
-        make_room(copy, num_bytes, device)
-
-    monkeypatch.setattr(HostCopy, "make_room_beside", recorded_beside)
-    monkeypatch.setattr(HostCopy, "make_room", recorded)
-    config = tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE)
-    run_training(config, tmp_path / "run")
-    assert len(reserved) == 1
-    assert set(made) == {(reserved[0], True)}
-    assert len(made) > 1
-    kinds = [event["event"] for event in read_events(tmp_path / "run")]
-    assert kinds.index("reserve") < kinds.index("save")
-    assert all("blocked_ms" in event for event in saves(tmp_path / "run"))
 
 
 def test_a_checkpoint_is_reported_when_complete_and_old_ones_are_deleted_then(

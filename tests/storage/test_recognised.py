@@ -327,9 +327,6 @@ CALLS = {
     "train --resume": lambda: flatout.train(
         "shakespeare-char", ["data.path=there"], resume="s3://bucket/run"
     ),
-    "checkpoint.dir": lambda: flatout.train(
-        "shakespeare-char", ["data.path=there", "checkpoint.dir=gs://bucket/run"]
-    ),
     "init_from": lambda: flatout.train(
         "shakespeare-char", ["data.path=there", "train.init_from=gs://bucket/run"]
     ),

@@ -15,7 +15,7 @@ import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import RunFailed
-from flatout.training.checkpoint import catalog, location, read_write, savers
+from flatout.training.checkpoint import catalog, read_write, savers
 from flatout.training.checkpoint.savers import Saver, in_background
 from flatout.training.run_dir.resume import resume_from
 
@@ -77,9 +77,7 @@ def check(run_folder, saved_step):
     for other in catalog.steps(run_folder):
         assert catalog.verify(catalog.checkpoint_path(run_folder, other)) == []
     left = [
-        path.name
-        for path in location.checkpoints_folder(run_folder).iterdir()
-        if ".tmp-" in path.name
+        path.name for path in (run_folder / catalog.CHECKPOINTS).iterdir() if ".tmp-" in path.name
     ]
     assert not left, left
     return step
@@ -111,7 +109,7 @@ def at_random(run_folder, make_saver, kills, seed):
         time.sleep(moments.uniform(0.0, 0.5))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        caught += any(location.checkpoints_folder(run_folder).glob("*.tmp-*"))
+        caught += any((run_folder / catalog.CHECKPOINTS).glob("*.tmp-*"))
         saved_step = reported(reading) or saved_step
         step = check(run_folder, saved_step)
     same_as_never_killed(run_folder, step)

@@ -85,7 +85,7 @@ def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> Simpl
         model=core,
         optimizers=optimizers,
         scaler=LossScaler(1024.0, growth_interval=4) if scaler else None,
-        guard=StepGuard(spikes=6.0, device=mesh.device),
+        guard=StepGuard(device=mesh.device),
         loader=Loader(),
         mesh=mesh,
         machine=SimpleNamespace(memory_gib=1e6),

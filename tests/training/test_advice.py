@@ -13,7 +13,6 @@ from flatout.data.store.manifest import read_manifest
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, UntrustedCode
 from flatout.training import run as training
 from flatout.training.run_dir import layout, resume
-from flatout.training.run_dir.config_seal import require_as_trained, require_unedited, write_sealed
 from flatout.training.run_dir.lock import in_use
 from flatout.training.run_dir.resume import config_to_resume
 from flatout.training.run_plan import how_to_train_on
@@ -33,42 +32,10 @@ def config(*settings):
 
 @pytest.fixture
 def edited(tmp_path):
-    """Return a config.yaml that was edited after the run started."""
+    """Return the path of the config.yaml of a run."""
     path = tmp_path / AWKWARD_NAME / "config.yaml"
     path.parent.mkdir(parents=True)
-    text = json.dumps(config().to_dict()) + "\n"
-    write_sealed(text, path.with_name("config.copy.yaml"), path)
-    path.write_text("edited")
     return path
-
-
-def test_edited_settings_are_quoted(edited):
-    settings = [
-        "data.mix={data/a b: 3.0, data/c: 1.0}",
-        "speedups=[bf16, tf32]",
-        "name=two words; and more",
-        "data.seq_len=32",
-    ]
-    wanted = config(*settings)
-    with pytest.raises(ConfigError) as refused:
-        require_unedited(edited, wanted, free=())
-    resume, place, run, folder_name, *overrides = words(refused.value.fix, "--resume")
-    assert (resume, place, run, folder_name) == ("--resume", str(edited.parent), "--run-dir", "DIR")
-    assert config(*overrides) == wanted
-    restoring = refused.value.fix.split("`")[1]
-    assert shlex.split(restoring) == ["cp", str(edited.with_name("config.copy.yaml")), str(edited)]
-
-
-def test_commands_after_an_edited_config_quote_the_path(edited):
-    edited.with_name("config.copy.yaml").unlink()
-    write_sealed("{}\n", edited)
-    edited.write_text(edited.read_text().replace("{}", "{ }"))
-    edited.with_name("config.copy.yaml").write_text("damaged")
-    with pytest.raises(ConfigError, match="To train with it") as refused:
-        require_unedited(edited, config(), free=())
-    assert words(refused.value.fix, "--resume")[1] == str(edited.parent)
-    with pytest.raises(ConfigError, match=r"the first line of config\.yaml, which is a digest"):
-        require_as_trained(edited, config())
 
 
 @pytest.mark.parametrize(

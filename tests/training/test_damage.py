@@ -71,7 +71,7 @@ def attempt(call):
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, tiny_set, tiny):
-    """A run with a checkpoint per step, started from another run, with checkpoint.dir set."""
+    """A run with a checkpoint per step, started from another run."""
     root = tmp_path_factory.mktemp("damage")
     small = {
         "data.path": str(tiny_set),
@@ -82,7 +82,7 @@ def finished_run(tmp_path_factory, tiny_set, tiny):
     }
     first = load_config().with_values({**tiny, **small})
     train(first, run=root / "first")
-    config = first.with_values({"train.steps": 4, "checkpoint.dir": str(root / "disk")})
+    config = first.with_values({"train.steps": 4})
     train(config, run=root / "run", resume=root / "first" / "checkpoints" / "step-1")
     return root, config
 
@@ -92,13 +92,11 @@ FILES = {
     "run/asked.yaml": ("train",),
     "run/summary.json": ("train", "runs"),
     "run/origin.json": ("train",),
-    "run/owner.json": ("train",),
     "run/events.jsonl": ("train", "runs"),
     "run/metrics.jsonl": ("train", "runs"),
-    "disk/run/owner.json": ("train",),
-    "disk/run/step-4/manifest.json": ("train", "eval"),
-    "disk/run/step-4/index.json": ("train", "eval"),
-    "disk/run/step-4/state.json": ("train", "eval"),
+    "run/checkpoints/step-4/manifest.json": ("train", "eval"),
+    "run/checkpoints/step-4/index.json": ("train", "eval"),
+    "run/checkpoints/step-4/state.json": ("train", "eval"),
 }
 
 
@@ -154,11 +152,8 @@ def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_previous_checkpo
     old, new, finished_run, tmp_path
 ):
     root, _ = finished_run
-    shutil.copytree(root / "disk", tmp_path / "disk")
     shutil.copytree(root / "run", tmp_path / "run")
-    config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace(str(root / "disk"), str(tmp_path / "disk")))
-    manifest = tmp_path / "disk" / "run" / "step-4" / "manifest.json"
+    manifest = tmp_path / "run" / "checkpoints" / "step-4" / "manifest.json"
     assert old in manifest.read_text()
     manifest.write_text(manifest.read_text().replace(old, new, 1))
     assert catalog.latest(tmp_path / "run").name == "step-3"
@@ -166,7 +161,7 @@ def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_previous_checkpo
 
 def test_a_manifest_that_lacks_a_file_of_the_index_is_incomplete(finished_run, tmp_path):
     root, _ = finished_run
-    path = shutil.copytree(root / "disk" / "run" / "step-4", tmp_path / "step-4")
+    path = shutil.copytree(root / "run" / "checkpoints" / "step-4", tmp_path / "step-4")
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"]["optimizer-00000.safetensors"]
     (path / "manifest.json").write_text(json.dumps(manifest))

@@ -1,4 +1,4 @@
-"""Bad steps in a whole run: skipped, logged, reported, and omitted after a rewind."""
+"""Bad steps in a whole run: skipped, logged, and reported when there are too many."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import yaml
 from warm import run_ranks
 
 from flatout.cli.commands.train import TrainResult
-from flatout.errors import CheckpointError, RunFailed, Stopped
+from flatout.errors import RunFailed, Stopped
 from flatout.models import transformer
 from flatout.training.checkpoint import catalog
-from flatout.training.divergence import last_good, read_left_out
+from flatout.training.divergence import last_good
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
 
@@ -96,8 +96,8 @@ def test_too_many_bad_steps_stop_the_run_with_a_report(allergic, tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(RunFailed, match=r"2 bad steps in a row.*step 7.*names its data") as found:
         run_training(config, folder)
-    assert "train.on_divergence=rewind" in found.value.fix
-    assert "step-4" in found.value.fix
+    assert "Lower optim.lr" in found.value.fix
+    assert f"--resume {folder}/checkpoints/step-4 --run-dir DIR" in found.value.fix
     assert read_exit_code(folder) == 1
     assert catalog.steps(folder) == [2, 4], "no save in between bad steps"
     report = json.loads((folder / "divergence.json").read_text())
@@ -107,6 +107,15 @@ def test_too_many_bad_steps_stop_the_run_with_a_report(allergic, tmp_path):
     rows = {(row["shard"], row["token"]) for row in report["data"]}
     assert len(rows) == len(report["data"]) == PER_STEP
     assert all(row["documents"][0] <= row["documents"][1] for row in report["data"])
+
+
+def test_a_new_run_starts_from_the_checkpoint_that_the_error_names(allergic, tmp_path):
+    config = allergic(6, 7, train__max_bad_steps=2, checkpoint__every_steps=2)
+    with pytest.raises(RunFailed, match="diverged"):
+        run_training(config, tmp_path / "run")
+    other = config.with_values({"optim.lr": 0.001, "train.max_bad_steps": 3})
+    start = str(tmp_path / "run" / "checkpoints" / "step-4")
+    assert run_training(other, tmp_path / "other", resume=start)["steps"] == 10
 
 
 def test_the_sequence_at_fault_is_among_those_named(allergic, tmp_path, tiny_set):
@@ -122,81 +131,13 @@ def test_the_sequence_at_fault_is_among_those_named(allergic, tmp_path, tiny_set
     assert Allergic.bad <= {*found}
 
 
-def rewinding(allergic, *bad_steps, **changes):
-    changes = {"train__max_bad_steps": 2, "checkpoint__every_steps": 2} | changes
-    return allergic(*bad_steps, train__on_divergence="rewind", **changes)
-
-
-def test_a_rewound_run_leaves_the_data_of_the_bad_steps_out(allergic, tmp_path, events, messages):
-    folder = tmp_path / "run"
-    summary = run_training(rewinding(allergic, 6, 7), folder, progress=messages)
-    assert summary["steps"] == 10
-    assert summary["resumed_from"].endswith("step-4")
-    (event,) = events(folder, "rewind")
-    assert event["to_step"] == 4
-    assert read_left_out(folder).positions() == {40: 48, 48: 56}
-    assert any("goes back to step 4" in line for line in messages.lines)
-    assert sum(Allergic.seen) == 2, "the two bad steps"
-    losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["step"] for record in losses if "train/lr" in record]
-    assert steps == list(range(1, 11))
-    assert all("train/loss" in record for record in losses if "train/lr" in record)
-
-
-def test_a_rewound_run_resumes_exactly(allergic, tmp_path, stop_at):
-    config = rewinding(allergic, 6, 7)
-    whole = run_training(config, tmp_path / "whole")
-
-    class StopAfterRewind(stop_at):
-        def on_event(self, event):
-            self.step = 8 if event["event"] == "resume" else self.step
-
-    with pytest.raises(Stopped):
-        run_training(config, tmp_path / "parts", observers=[StopAfterRewind(99)])
-    assert read_left_out(tmp_path / "parts").rewinds
-    parts = run_training(config, tmp_path / "parts")
-    assert parts["weights_sha256"] == whole["weights_sha256"]
-
-
-def test_a_run_without_a_checkpoint_goes_back_to_its_start(allergic, tmp_path, events):
-    config = rewinding(allergic, 1, 2, checkpoint__every_steps=5)
-    assert run_training(config, tmp_path / "run")["steps"] == 10
-    assert events(tmp_path / "run", "rewind")[0]["to_step"] == 0
-
-
-def test_a_run_is_rewound_a_bounded_number_of_times(allergic, tmp_path, events):
-    config, folder = rewinding(allergic, *range(3, 40)), tmp_path / "run"
-    with pytest.raises(RunFailed, match="diverged") as found:
-        run_training(config, folder)
-    assert len(events(folder, "rewind")) == 3
-    assert "as often as train.max_rewinds=3 allows" in found.value.fix
-    with pytest.raises(RunFailed):
-        run_training(config.with_values({"train.max_rewinds": 4}), folder)
-    assert len(events(folder, "rewind")) == 4
-
-
-def test_a_run_that_failed_rewinds_when_the_same_command_asks_for_it(allergic, tmp_path):
-    config = rewinding(allergic, 6, 7)
-    with pytest.raises(RunFailed):
-        run_training(config.with_values({"train.on_divergence": "stop"}), tmp_path / "run")
-    assert run_training(config, tmp_path / "run")["steps"] == 10
-
-
-def test_a_signal_before_a_rewind_stops_the_run(allergic, tmp_path, stop_at):
-    config = rewinding(allergic, 6, 7)
-    with pytest.raises(Stopped, match="diverged"):
-        run_training(config, tmp_path / "run", observers=[stop_at(7)])
-    assert read_left_out(tmp_path / "run").rewinds
-    assert run_training(config, tmp_path / "run")["steps"] == 10
-
-
 @pytest.mark.parametrize(
     "shard",
     [pytest.param(1, id="ddp", marks=pytest.mark.faults), pytest.param(2, id="fully-shard")],
 )
-def test_two_processes_are_rewound_together(allergic, tmp_path, shard, losses):
-    """Only the first process reads the bad sequences, and both remove the same data."""
-    config = rewinding(allergic, 6, 7)
+def test_two_processes_skip_the_same_steps(allergic, tmp_path, shard, losses):
+    """Only the first process reads the bad sequences."""
+    config = allergic(6, 7)
     run_training(config, tmp_path / "one")
     (tmp_path / "bad.json").write_text(json.dumps([*map(list, Allergic.bad)]))
     (tmp_path / "picky.py").write_text(PICKY)
@@ -205,7 +146,7 @@ def test_two_processes_are_rewound_together(allergic, tmp_path, shard, losses):
     words = ["-m", "flatout", "train", "picky.yaml", "--run-dir", "two"]
     done = run_ranks(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert read_left_out(tmp_path / "two") == read_left_out(tmp_path / "one")
+    assert read_summary(tmp_path / "two")["skipped_steps"] == 2
     one, two = (losses(tmp_path / name) for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
 
@@ -226,9 +167,3 @@ class Picky(transformer.MODEL):
         is_bad = self.training and any(tuple(row) in BAD for row in tokens_BT.tolist())
         return loss_sum * (float("nan") if is_bad else 1.0), num_valid
 """
-
-
-def test_a_damaged_list_of_omitted_data_is_rejected(tmp_path):
-    (tmp_path / "left_out.json").write_text('{"format_version": 1, "rewinds": [{"from_step": 3}]}')
-    with pytest.raises(CheckpointError, match=r"left_out\.json is damaged"):
-        read_left_out(tmp_path)

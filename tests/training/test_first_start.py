@@ -11,13 +11,11 @@ import pytest
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout, lock
-from flatout.training.run_dir.lock import hold_lock
-from flatout.training.run_dir.resume import resume_from
 
 pytestmark = pytest.mark.slow
 
-NUM_RENAMES = 6
-"""origin.json, owner.json twice, asked.yaml, config.yaml, tokenizer.json."""
+NUM_RENAMES = 4
+"""origin.json, asked.yaml, config.yaml, tokenizer.json."""
 
 
 class Killed(BaseException):
@@ -26,10 +24,10 @@ class Killed(BaseException):
 
 @pytest.fixture
 def start(tiny_config, tmp_path):
-    """Return a function that starts a run from another's checkpoint, with checkpoint.dir set."""
+    """Return a function that starts a run from another's checkpoint."""
     first = tiny_config(train__steps=2, checkpoint__every_steps=1, checkpoint__keep=9)
     run_training(first, tmp_path / "first")
-    config = first.with_values({"train.steps": 3, "checkpoint.dir": str(tmp_path / "disk")})
+    config = first.with_values({"train.steps": 3})
 
     def call(name="run"):
         return run_training(
@@ -78,30 +76,9 @@ def test_a_start_that_fails_to_write_leaves_nothing_behind(
             start()
     if number < NUM_RENAMES - 1:
         assert not (tmp_path / "run").exists()
-        assert not (tmp_path / "disk" / "run").exists()
     if not isinstance(failed.value, CheckpointError):
         assert ("Free space" in failed.value.fix) == (error == errno.ENOSPC)
     assert start()["steps"] == 3
-
-
-def test_a_failed_start_after_a_killed_one_releases_the_checkpoint_directory(
-    start, tmp_path, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(lock, "_remove_failed_start", lambda *_: None)
-        end_at(patch, 3, Killed())  # after both owner.json
-        with pytest.raises(Killed):
-            start()
-    with pytest.raises(ZeroDivisionError), hold_lock(tmp_path / "run"):
-        raise ZeroDivisionError
-    assert start()["steps"] == 3
-
-
-def test_resume_never_accepts_a_directory_with_only_a_killed_claim(start, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "owner.json").write_text('{"id": "a", "run": "b"}')
-    with hold_lock(tmp_path / "run"):
-        assert resume_from(tmp_path / "run", "never") is None
 
 
 def test_a_directory_with_other_files_is_not_a_killed_start(start, tmp_path):

@@ -28,21 +28,13 @@ def test_a_run_states_what_was_predicted_and_is_recorded(tiny_config, tmp_path, 
         run_training(tiny_config(), tmp_path / name, cache=cache) for name in ("one", "two")
     ]
     one, two = (summary["predicted"] for summary in summaries)
-    assert one["peak_gib_from"] == "traced in eager mode"
+    assert one["peak_gib_from"] == two["peak_gib_from"] == "traced in eager mode"
     assert two["tokens_per_s"] == pytest.approx(summaries[0]["tokens_per_s"])
     assert two["tokens_per_s_from"].startswith("1 earlier run of this shape here")
     assert read_summary(tmp_path / "two")["predicted"] == two
     (event,) = [e for e in read_events(tmp_path / "two") if e["event"] == "predicted"]
     assert event["wall_s"] == two["wall_s"]
-    assert recorded()[0].peak_gib == summaries[0]["peak_gib"]
-
-
-def test_a_run_like_an_earlier_one_is_not_traced_again(tiny_config, tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
-    first = run_training(tiny_config(), tmp_path / "one", cache=cache)
-    monkeypatch.setattr(memory, "estimate", None)  # any call would fail
-    again = run_training(tiny_config(), tmp_path / "two", cache=cache)
-    assert again["predicted"]["peak_gib"] == pytest.approx(first["peak_gib"], rel=0.2)
+    assert recorded()[0].tokens_per_s == summaries[0]["tokens_per_s"]
 
 
 def test_a_run_without_a_cache_is_not_recorded(tiny_config, tmp_path, recorded):

@@ -15,7 +15,7 @@ import torch
 from flatout.assembly.resolve import epoch_tokens
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
-from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
+from flatout.errors import ConfigError, DataError, RunFailed, Stopped
 from flatout.hardware.machine import Gpu, Machine
 from flatout.inference.generate import Sampling, sample
 from flatout.inference.load import load_run
@@ -26,7 +26,6 @@ from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config, read_exit_code, read_summary
-from flatout.training.run_dir.lookup import find_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -371,17 +370,3 @@ def test_the_first_run_on_an_unmeasured_gpu_suggests_bench(tiny_config, tmp_path
         "No speedup has been measured on this GPU (NVIDIA H200). `flatout bench "
     )
     assert lines() == [], "once"
-
-
-def test_a_relative_checkpoint_dir_is_found_from_elsewhere(tiny_config, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    config = tiny_config(train__steps=1, checkpoint__dir="disk")
-    whole = run_training(config, tmp_path / "run")
-    monkeypatch.chdir("elsewhere")
-    assert find_checkpoint(tmp_path / "run") == tmp_path / "disk" / "run" / "step-1"
-    assert run_training(config, tmp_path / "run") == whole, "it is the finished run"
-    (tmp_path / "disk").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="has no checkpoint yet") as lost:
-        find_checkpoint(tmp_path / "run")
-    assert f"{tmp_path}/disk/run, does not exist" in lost.value.fix

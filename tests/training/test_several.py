@@ -15,13 +15,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 import yaml
-from safetensors.torch import load_file
 from warm import run_ranks
 
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.host_copy import bytes_of
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 
@@ -185,10 +183,6 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events, losses)
         "checkpoint.keep=9",
         "speedups=auto,-compile,+async-checkpoints",
     )
-    paths = (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors")
-    written = {path.name: load_file(path) for path in paths}
-    (reserved,) = events(tmp_path / "run", "reserve")
-    assert reserved["bytes"] == bytes_of(written), "each process reserves memory for its slices"
     resumed = run_training(
         load_config(recipe),
         tmp_path / "one",

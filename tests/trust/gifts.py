@@ -10,7 +10,6 @@ import yaml
 
 from flatout.config.schema import RunConfig
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import write_sealed
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +31,7 @@ WAYS = {
     "a list of speedups": lambda name: {"speedups": ["tf32", f"{name}:Speedup"]},
     "one speedup": lambda name: {"speedups": f"{name}:Speedup"},
     "an edit of auto": lambda name: {"speedups": f"auto, +{name}:Speedup"},
-    "log.to": lambda name: {"log": {"to": ["csv", f"{name}:Logger"]}},
+    "log.to": lambda name: {"log": {"to": ["tensorboard", f"{name}:Logger"]}},
     "log.observers": lambda name: {"log": {"observers": [f"{name}:Logger"]}},
 }
 """The ways in which a stored configuration can name code to import."""
@@ -51,8 +50,7 @@ class Gift:
         document = yaml.safe_load((self.folder / "config.yaml").read_text())
         for key, value in layer.items():
             document[key] = document[key] | value if isinstance(value, dict) else value
-        paths = (self.folder / "config.copy.yaml", self.folder / "config.yaml")
-        write_sealed(yaml.safe_dump(document), *paths)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(document))
         return self
 
     @property

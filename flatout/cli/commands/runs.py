@@ -20,7 +20,7 @@ from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, folder_bytes, writing_run
 from flatout.storage.json_io import JsonObject, Result
-from flatout.training.checkpoint import catalog, contents, location
+from flatout.training.checkpoint import catalog, contents
 from flatout.training.checkpoint.catalog import CheckpointInfo
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock, is_locked
@@ -256,7 +256,6 @@ def _prune(run: Path, keep: int, progress: Progress) -> list[Path]:
             fix="Wait until it finishes, or stop it: its own command resumes it. "
             "checkpoint.keep sets which ones a run keeps by itself.",
         )
-    location.require_own_folder(run)
     with hold_lock(run, progress=progress), writing_run(run):
         items = checkpoint_items(run, read=True, progress=progress)
         best = next((item.step for item in items if item.best), None)
@@ -307,7 +306,8 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
     with suppress(FlatoutError):
         config, saved = layout.read_config(path), _paths(path)
         end = (config and config.train.steps) or end
-    size += sum(folder_bytes(each) for each in saved if not each.is_relative_to(path))
+    if (path / catalog.CHECKPOINTS).is_symlink():
+        size += sum(map(folder_bytes, saved))
     last = {k: v for each in log.records() if each["step"] <= end for k, v in each.items()}
     written = [path / name for name in WRITTEN if (path / name).exists()]
     checkpoints = list(map(catalog.step_of, saved))

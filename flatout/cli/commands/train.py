@@ -90,7 +90,7 @@ class TrainResult(Result):
     """Steps of the whole run whose update was skipped because the loss or the gradient norm was
     bad. Null in runs of earlier versions. Overflows of float16 do not count."""
     alarms: int | None = None
-    """Alarms that this process raised. Each is in events.jsonl with its cause."""
+    """Alarms that this process raised. Each is in events.jsonl."""
     wall_s: float
     """Seconds of this process, from the first step to the summary."""
     elapsed_s: float

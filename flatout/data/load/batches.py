@@ -6,8 +6,7 @@ a rank's step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -68,8 +67,6 @@ class BatchPlan:
     document_mask: bool
     prefetch: int
     device: str
-    left_out: Mapping[int, int] = field(default_factory=dict)
-    """The position of each step to skip, and that of the step after it."""
 
     @property
     def sequences_per_step(self) -> int:

@@ -131,16 +131,13 @@ class _Buffer:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def read(self, position: int) -> StepBatch:
-        """Read this rank's rows of the first step from `position` on that is not skipped.
+        """Read this rank's rows of the step at `position`, and return a copy on the device.
 
-        Returns a copy on the device.
         On a GPU the copy is queued on the current stream, and the buffer is reused only after it
         finishes.
         """
         if self._copied is not None:
             self._copied.synchronize()
-        while position in self._steps.plan.left_out:
-            position = self._steps.plan.left_out[position]
         rows, seq_len = self._steps.shape_at(position)
         sequences_NW = self._rows(self._sequences, rows, seq_len + 1)
         mask_NT, doc_ids_NT = (

@@ -50,7 +50,6 @@ from flatout.measure.attach.stages import Stages, fewest, replaced
 from flatout.measure.attach.timing import Steps, loss_in, roots_of
 from flatout.measure.evidence import MIN_SAVES, CallSite, Evidence, Failure
 from flatout.measure.host import host_facts
-from flatout.training.metrics.detectors import is_steady_growth
 from flatout.training.metrics.device import process_peak_bytes
 from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.metrics.readback import DelayedReadback
@@ -68,6 +67,8 @@ MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
 EARLY_STEP, SOME = 3, 64
 """Step after which weights without an optimizer are noted, and values of each that are compared."""
+MIN_LINEARITY = 0.97
+"""Least correlation of the memory with time in a growth that is steady and does not level off."""
 MIN_LOOKS = 12
 """Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
@@ -619,7 +620,7 @@ def _growth(memory: list[tuple[int, int]]) -> float | None:
     (step, first), (last_step, last) = memory[0], memory[-1]
     least = max(MIN_GROWTH_BYTES, MIN_GROWTH * first)
     some = [used for _, used in memory[:: len(memory) // 100 + 1]]
-    if last - first < least or not is_steady_growth(some):
+    if last - first < least or statistics.correlation(range(len(some)), some) < MIN_LINEARITY:
         return 0.0
     return (last - first) / max(last_step - step, 1)
 

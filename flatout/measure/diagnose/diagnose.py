@@ -54,13 +54,10 @@ def diagnose_recipe(
     on a CPU is tried after it, for at most four times `seconds` and the starts of its processes.
     Raises: UsageError when the configuration cannot be resolved; RunFailed.
     """
-    root = Path(config.checkpoint.dir or "runs")
-    while not root.is_dir():
-        root = root.parent
+    root = Path("runs") if Path("runs").is_dir() else Path()  # the disk of the runs
     for old in root.glob(".diagnose-*"):  # of a process that was killed an hour ago
         if time.time() - old.stat().st_mtime > 3600:
             shutil.rmtree(old, ignore_errors=True)
-    # on the disk of the run's checkpoints
     with tempfile.TemporaryDirectory(prefix=".diagnose-", dir=root) as folder:
         found, stated = apart(config, prepared, config, Path(folder), cache)
         if any(one.harm == "fails" for one in diagnosis_of(found).findings) or stated is None:

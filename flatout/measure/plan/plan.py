@@ -234,9 +234,7 @@ class Target:
         """Return the memory of a resolved run, or why it cannot be predicted, and its time."""
         this = past_run(config, decisions, self.world_size)
         runs = runs_here(self.machine, self.device, self.cache)
-        memory, problem = trace_memory(
-            this, config, workload_of(config), runs=runs, context=self.context
-        )
+        memory, problem = trace_memory(this, workload_of(config), context=self.context)
         flops = model_on_meta(config).flops_per_token(config.data.seq_len)
         time = predict_time(
             this,
@@ -298,7 +296,7 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
 
 def rows_that_fit(config: RunConfig, memory: MemoryPrediction, capacity: Capacity) -> int:
     """Return the most rows that fit beside what the allocator and the process take."""
-    reserved = memory.reserved / max(memory.allocated, 1)
+    reserved = memory.reserved / max(memory.estimate.total, 1)
     return most_rows(workload_of(config), max(int((capacity.free - memory.context) / reserved), 0))
 
 
@@ -413,8 +411,7 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
         "activations": moment.activations,
         "logits": logits,
         "workspace": moment.transient - logits,
-        "correction": memory.allocated - found.total,
-        "allocated": memory.allocated,
+        "allocated": found.total,
         "reserved": memory.reserved,
         "context": memory.context,
         "total": memory.total,

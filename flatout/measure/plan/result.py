@@ -28,14 +28,13 @@ from flatout.storage.json_io import JsonObject, Result
 PARTS = {
     **{name: name for name in ("weights", "gradients", "optimizer", "activations", "logits")},
     "workspace": "workspace",
-    "correction": "correction by earlier runs",
     "allocated": "allocated",
     "reserved": "reserved by the allocator",
     "context": "context, the process besides",
     "total": "in all",
     "host": "in the machine's memory: weights, gradients and optimizer state",
 }
-OPTIONAL = ("logits", "workspace", "correction", "host")
+OPTIONAL = ("logits", "workspace", "host")
 """Parts that are shown only if they take something at the peak."""
 LEAST_GIB = 0.05 / 1024
 MOST_MESHES, MOST_CHANGES = 4, 6
@@ -157,10 +156,10 @@ class Plan(Result):
     memory: Annotated[JsonObject | None, Show("Memory", record=_memory)] = None
     """The predicted peak of one device in GiB, by part.
 
-    weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
-    add up to `allocated`. `reserved` is what the allocator holds for it, `context` what the process
-    needs besides, `total` is their sum. `available` is what the device has, `host` what is in the
-    memory of the machine instead. null for a model that cannot be traced."""
+    weights, gradients, optimizer, activations, logits and workspace add up to `allocated`.
+    `reserved` is what the allocator holds for it, `context` what the process needs besides, `total`
+    is their sum. `available` is what the device has, `host` what is in the memory of the
+    machine instead. null for a model that cannot be traced."""
     memory_from: str | None = None
     """How the memory was predicted."""
     memory_error: float | None = None

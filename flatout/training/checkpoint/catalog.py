@@ -2,7 +2,8 @@
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
 names, those from an abandoned branch of the run have `.aside-`. Neither counts as a checkpoint.
-The functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
+The functions take the run directory, whose checkpoints are in `checkpoints`, a directory or a link
+to one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, sha256, sync
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json, read_model
-from flatout.training.checkpoint.location import checkpoints_folder
 
 FORMAT_VERSION = 1
+CHECKPOINTS = "checkpoints"
+"""The directory of all checkpoints in a run directory."""
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 INFO = "info.json"
 DISK_BYTES_PER_PARAMETER = 12
@@ -164,7 +166,7 @@ def step_of(checkpoint: Path) -> int:
 
 def steps(run_folder: Path) -> list[int]:
     """Return the steps that have a checkpoint, complete or not, in ascending order."""
-    return steps_in(checkpoints_folder(run_folder))
+    return steps_in(run_folder / CHECKPOINTS)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -180,7 +182,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def has_saved(run_folder: Path) -> bool:
     """Return whether the run ever saved: it has checkpoints, complete, replaced or set aside."""
-    folder = checkpoints_folder(run_folder)
+    folder = run_folder / CHECKPOINTS
     return bool(steps(run_folder)) or any(
         True for kind in ("tmp-old", "aside") for _ in folder.glob(f"step-*.{kind}-*")
     )
@@ -188,7 +190,25 @@ def has_saved(run_folder: Path) -> bool:
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
     """Return the path of the checkpoint of `step`, whether it exists or not."""
-    return checkpoints_folder(run_folder) / f"step-{step}"
+    return run_folder / CHECKPOINTS / f"step-{step}"
+
+
+def make_folder(path: Path) -> None:
+    """Create a directory and its missing parents, whose names then survive a power cut.
+
+    Raises: OSError.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with suppress(PermissionError):  # a directory that may be entered, not listed
+            sync(folder.parent)
+
+
+def existing(folder: Path) -> Path:
+    """Return the absolute path of a directory, or of the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -399,7 +419,7 @@ def latest(
         raise NoneComplete(
             f"No checkpoint of {run_folder} is complete. {problem}",
             fix="Restore that file from a copy, or delete the checkpoints in "
-            f"{checkpoints_folder(run_folder)} to start over.",
+            f"{run_folder / CHECKPOINTS} to start over.",
         )
     return None
 
@@ -435,7 +455,7 @@ def remove_leftovers(run_folder: Path) -> list[str]:
     A complete checkpoint that a killed save was replacing (`.tmp-old-`) gets its name back. Only
     the process that holds the lock may call this.
     """
-    folder = checkpoints_folder(run_folder)
+    folder = run_folder / CHECKPOINTS
     removed = []
     for path in sorted(folder.glob("step-*.tmp-*")) if folder.is_dir() else []:
         original = path.with_name(path.name.partition(".")[0])
@@ -532,7 +552,7 @@ def is_kept_for_good(step: int, keep_every: int | None) -> bool:
 
 def aside_paths(run_folder: Path) -> list[Path]:
     """Return the checkpoints that were set aside, by step."""
-    found = checkpoints_folder(run_folder).glob("step-*.aside-*")
+    found = (run_folder / CHECKPOINTS).glob("step-*.aside-*")
     own = [
         (int(match[1]), path)
         for path in found

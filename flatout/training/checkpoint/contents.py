@@ -24,7 +24,6 @@ from flatout.storage.files import PART, sha256, sync
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, Index, read_index
-from flatout.training.checkpoint.location import moved_with
 
 WEIGHTS = "model/"
 """Prefix of the weights' names in an index."""
@@ -223,7 +222,7 @@ def find_base(checkpoint: Path, base: Base) -> Path:
     path = Path(base.path)
     above = checkpoint.resolve().parents[:3]  # RUN/checkpoints/step-N, RUN/base/DIGEST/step-N
     kept = (folder / BASES / base.digest[:DIGITS] / path.name for folder in above)
-    for found in (*kept, path, *moved_with(base.path, checkpoint)):
+    for found in (*kept, path, *_moved_with(base.path, checkpoint)):
         if found.exists() and digest_of(found) == base.digest:
             if (found / catalog.MANIFEST).exists():
                 catalog.require_complete(found, check=_check_weights)
@@ -239,6 +238,16 @@ def find_base(checkpoint: Path, base: Base) -> Path:
         "not exist.",
         fix="Restore them there, or move them together with the run.",
     )
+
+
+def _moved_with(path: str, anchor: Path) -> Iterator[Path]:
+    """Yield where `path` may be after a directory above both it and `anchor` was renamed.
+
+    Each directory above the anchor is tried with each tail of the old path.
+    """
+    parts = Path(path).parts
+    tails = [Path(*parts[start:]) for start in range(1, len(parts))]
+    return (above / tail for above in anchor.resolve().parents for tail in tails)
 
 
 def _check_weights(path: Path, facts: catalog.FileFacts) -> str | None:

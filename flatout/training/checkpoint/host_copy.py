@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from threading import Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +37,6 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._making_room: Thread | None = None
         self._unpin: weakref.finalize[..., HostCopy] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -79,7 +77,6 @@ class HostCopy:
 
     def has_room(self, needed: int, run: Run) -> bool:
         """Return whether the host has memory for `needed` bytes in each of its processes."""
-        self._await_room()
         in_all = needed * run.mesh.local_world_size
         return needed <= self._block.numel() or in_all <= free_bytes(run.machine)
 
@@ -94,33 +91,12 @@ class HostCopy:
         if self._copied is not None:
             self._copied.wait()
 
-    def make_room_beside(self, num_bytes: int) -> None:
-        """Start to allocate memory on the host in a thread. The first copy waits for it.
-
-        Not for a GPU: pinning memory would break a CUDA graph that is being captured.
-        """
-        self._await_room()
-
-        def make() -> None:
-            with suppress(MemoryError):  # the first copy tries again, and raises
-                self._block = _mapped(num_bytes)
-
-        if num_bytes > self._block.numel():
-            self._making_room = Thread(target=make, name="memory for copies", daemon=True)
-            self._making_room.start()
-
-    def _await_room(self) -> None:
-        if self._making_room is not None:
-            self._making_room.join()
-            self._making_room = None
-
     def make_room(self, num_bytes: int, device: torch.device) -> None:
         """Allocate `num_bytes` unless there is a block that large, and pin it for a GPU.
 
-        Cost: up to two seconds per gigabyte, which would otherwise delay the first save. A tenth of
-              a second where the system maps it in huge pages.
+        Cost: up to two seconds per gigabyte, once. A tenth of a second where the system maps it in
+              huge pages.
         """
-        self._await_room()
         if num_bytes <= self._block.numel():
             return
         if self._unpin is not None:

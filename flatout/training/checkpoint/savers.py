@@ -30,7 +30,6 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
 from flatout.training.checkpoint.catalog import INFO, Entry, prune
 from flatout.training.checkpoint.host_copy import Files, HostCopy, bytes_of
-from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
 from flatout.training.checkpoint.state import STATE
 from flatout.training.checkpoint.weights import cuts_of, weights_and_aliases
 
@@ -44,8 +43,8 @@ Job = Future[None]
 def in_background() -> Saver:
     """Return a saver that copies the state in the loop and writes it in a thread.
 
-    Memory: one copy of this rank's share of the state, on the host, from `reserve` or the first
-            save to the end of the run. If the host has no room for it, the loop writes the state.
+    Memory: one copy of this rank's share of the state, on the host, from the first save to
+            the end of the run. If the host has no room for it, the loop writes the state.
     """
     return Saver(HostCopy())
 
@@ -125,24 +124,6 @@ class Saver:
         self._vote: Vote | None = None
         self._saved: list[Saved] = []
 
-    def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Allocate memory for the copy, so that the first save is as fast as later ones.
-
-        On a CPU, training continues meanwhile.
-
-        Returns: its bytes. 0 when the size is not known before the first step or the host has no
-                 room: the first save then decides.
-        """
-        num_bytes = bytes_of(tensors_to_save(run) or {}) if self._copy else 0
-        if self._copy is None or not num_bytes or not self._copy.has_room(num_bytes, run):
-            return 0
-        if run.mesh.device.type == "cpu":
-            self._copy.make_room_beside(num_bytes)
-        else:
-            with progress.task("Allocating memory for copies of the state"):
-                self._copy.make_room(num_bytes, run.mesh.device)
-        return num_bytes
-
     def save(
         self,
         run: Run,
@@ -160,8 +141,7 @@ class Saver:
         run, are set aside.
 
         Raises: on every rank, also for the previous save: RunFailed when a file cannot be written;
-                CheckpointError when the state contains something that a checkpoint cannot store, or
-                the directory belongs to another run.
+                CheckpointError when the state contains something that a checkpoint cannot store.
         """
         self.wait(progress)
         began_s, mesh, copy = time.perf_counter(), run.mesh, self._copy
@@ -171,8 +151,7 @@ class Saver:
         pending = _Pending(run.step, path, path.with_name(name), mesh, began_s)
 
         def make() -> None:
-            claim(run.folder, checkpoints_folder(run.folder))
-            make_folder(path.parent)
+            catalog.make_folder(path.parent)
             pending.temporary.mkdir()
 
         def taken() -> Snapshot:
@@ -363,27 +342,6 @@ def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> S
         state={"step": run.step, "world_size": world_size, "environment": dict(environment)},
         info=info,
     )
-
-
-def tensors_to_save(run: Run) -> Files | None:
-    """Return this rank's parts of the tensors that a save after the next step will write.
-
-    Tensors that do not exist yet are replaced by stand-ins of the same sizes. None when the sizes
-    are unknown before the first step.
-
-    Shapes: as in the run.
-    """
-    found: dict[str, dict[str, Tensor]] = {}
-    for item in STATE:
-        missing = item.missing(run)
-        if missing is None:
-            return None
-        mine = slices.owned(
-            item.tensors(run) | missing, rank=run.mesh.rank, world_size=run.mesh.world_size
-        )
-        parts = slices.pieces(mine, cuts_of(run.core, mine))
-        found[item.prefix] = {own: part for _, own, _, part in parts}
-    return found
 
 
 def write_share(snapshot: Snapshot, temporary: Path) -> None:

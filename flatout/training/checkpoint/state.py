@@ -48,10 +48,6 @@ class StateItem:
     """Prefix of its tensors' names and of their file names."""
     tensors: Callable[[Run], dict[str, Tensor]] = lambda _run: {}
     """Return the tensors to write."""
-    missing: Callable[[Run], dict[str, Tensor] | None] = lambda _run: {}
-    """Return stand-ins of the same sizes for the tensors that the first step will add, or None if
-    they are unknown.
-    """
     targets: Callable[[Run, Mapping[str, Entry], Any], dict[str, Tensor]] | None = None
     """Return the tensors to fill, given the index and the stored value."""
     used: Callable[[Run], bool] = lambda _run: True
@@ -105,31 +101,6 @@ def optimizer_tensors(run: Run) -> dict[str, Tensor]:
         for number, _, name, field, value in _fields(run)
         if isinstance(value, Tensor)
     }
-
-
-def missing_optimizer_tensors(run: Run) -> dict[str, Tensor] | None:
-    """Return stand-ins for the tensors that the first step will add, or None if unknown.
-
-    A parameter stands in for an fp32 tensor of its shape.
-
-    Shapes: as the optimizers will keep them.
-    """
-    names, one_number = parameter_names(run), torch.zeros(())
-    found: dict[str, Tensor] = {}
-    for number, optimizer in enumerate(run.optimizers):
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        for parameter in (p for p in parameters if not optimizer.state.get(p)):
-            kept = kept_by(optimizer, parameter)
-            if (
-                kept is None
-                or kept.like_the_parameter is None
-                or parameter.element_size() != torch.float32.itemsize
-            ):
-                return None
-            key = f"{PREFIX}{number}/{names[parameter]}"
-            found |= {f"{key}/{field}": parameter for field in kept.like_the_parameter}
-            found |= {f"{key}/{field}": one_number for field in kept.numbers}
-    return found
 
 
 def optimizer_value(run: Run) -> JsonObject:
@@ -300,7 +271,6 @@ STATE: tuple[StateItem, ...] = (
         restore_groups,
         prefix=PREFIX,
         tensors=optimizer_tensors,
-        missing=missing_optimizer_tensors,
         targets=optimizer_targets,
     ),
     *map(_attribute, ("step", "tokens", "elapsed_s")),

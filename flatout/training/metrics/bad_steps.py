@@ -28,17 +28,13 @@ class BadStep(NamedTuple):
     """Bad steps up to this one without a good one between them."""
     loss: float
     grad_norm: float
-    limit: float
-    """Gradient norm beyond which it is a spike. Infinity without `train.skip_spikes`."""
 
     @property
     def reason(self) -> str:
         """What is wrong with it, in a few words."""
         if not math.isfinite(self.loss):
             return f"the training loss is {self.loss}"
-        if not math.isfinite(self.grad_norm):
-            return f"the gradient norm is {self.grad_norm}"
-        return f"the gradient norm, {self.grad_norm:.4g}, is above the limit of {self.limit:.4g}"
+        return f"the gradient norm is {self.grad_norm}"
 
     def event(self) -> JsonObject:
         """Return the fields of its event."""
@@ -51,7 +47,7 @@ class BadStep(NamedTuple):
 
     def to_dict(self) -> JsonObject:
         """Return it as values for JSON, which has no infinity."""
-        numbers = {"loss": self.loss, "grad_norm": self.grad_norm, "limit": self.limit}
+        numbers = {"loss": self.loss, "grad_norm": self.grad_norm}
         return self.event() | {
             name: value if math.isfinite(value) else str(value) for name, value in numbers.items()
         }
@@ -83,7 +79,6 @@ class BadSteps:
             "in_a_row": streak,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "limit": run.guard.limit,
             "num_valid": result.num_valid,
         }
         self._readback.push(run.step, figures, due=True)

@@ -8,11 +8,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from flatout.hardware.machine import CpuTimes
-from flatout.training.metrics.surroundings import GpuState
 
 GIB = 2**30
 OWN_PAGES = Path("/proc/self/statm")
@@ -60,11 +60,6 @@ def process_gib() -> float | None:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
-def reserved_gib(device: torch.device) -> float | None:
-    """Return the peak of what the GPU's allocator reserved. None on a CPU."""
-    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
-
-
 def process_peak_bytes() -> int:
     """Return the peak resident memory of this process."""
     unit_bytes = 1 if sys.platform == "darwin" else 2**10  # macOS reports bytes, others KiB
@@ -89,6 +84,15 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
     return found
 
 
+class GpuState(NamedTuple):
+    """What the driver reports of the GPU now. None if not reported."""
+
+    slowed_by: tuple[str, ...] | None
+    """Heat and other faults that slow it down. Its power cap is not one."""
+    is_at_power_cap: bool | None
+    clock_mhz: float | None
+
+
 class GpuDriver:
     """Asks the driver about one GPU. Nothing that it does waits for the GPU's work."""
 
@@ -105,7 +109,7 @@ class GpuDriver:
             self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def state(self) -> GpuState | None:
-        """Return what slows the GPU down, its clock, and how many processes use it.
+        """Return what slows the GPU down, and its clock.
 
         None on a CPU and without a driver.
         """
@@ -114,16 +118,13 @@ class GpuDriver:
         import pynvml
 
         bits: int | None = None
-        processes: int | None = None
         clock_mhz: float | None = None
         with suppress(pynvml.NVMLError, AttributeError):
             bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle)
         with suppress(pynvml.NVMLError):
-            processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(self.handle))
-        with suppress(pynvml.NVMLError):
             clock_mhz = float(pynvml.nvmlDeviceGetClockInfo(self.handle, pynvml.NVML_CLOCK_SM))
         is_capped = None if bits is None else bool(bits & POWER_CAP)
-        return GpuState(slowed_by(bits), is_capped, processes, clock_mhz)
+        return GpuState(slowed_by(bits), is_capped, clock_mhz)
 
 
 def slowed_by(bits: int | None) -> tuple[str, ...] | None:

@@ -34,11 +34,10 @@ from flatout.training.metrics.clocks import (
     device_seconds,
 )
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
-from flatout.training.metrics.device import GpuDriver, OtherProcesses, gpu_figures, memory_gib
+from flatout.training.metrics.device import OtherProcesses, gpu_figures, memory_gib
 from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Lines, Records
-from flatout.training.metrics.surroundings import Surroundings
 from flatout.training.run_dir.layout import EVENTS, SKIPPED
 from flatout.training.run_dir.resume import is_own
 
@@ -127,8 +126,7 @@ class Log:
         """The step and result of the last evaluation that this process recorded."""
         self.bad_steps = BadSteps()
         """The last steps in a row whose updates were skipped, as far as they are known."""
-        alarms: Callable[[], Alarms | None] = partial(_alarms, run)
-        self._alarms = self._beside("alarms", alarms, None) if run.mesh.is_main else None
+        self._alarms = Alarms(run.folder) if run.mesh.is_main else None
         path = Path(run.resumed_from) if run.resumed_from else None
         saved = read_info(path) if path and is_own(path, run.folder) else None
         self.records = Records(run.folder, run.step, saved) if run.mesh.is_main else None
@@ -400,16 +398,6 @@ class Log:
             reason = f"{type(error).__name__}: {error}"
             self.progress.say(f"Training continues without measuring {what}: {reason}.")
             return otherwise
-
-
-def _alarms(run: Run) -> Alarms:
-    read_gpu = GpuDriver(run.mesh.device).state
-    surroundings = Surroundings(cores=run.machine.cores, read_gpu=read_gpu)
-    have_gib = {"mem/process_gib": run.machine.memory_gib}
-    if run.mesh.device.type == "cuda":
-        whole = torch.cuda.get_device_properties(run.mesh.device).total_memory
-        have_gib["mem/allocated_gib"] = whole / 2**30
-    return Alarms(surroundings, last_step=run.last_step, have_gib=have_gib)
 
 
 def require_finite(name: str, value: float, step: int) -> None:

@@ -19,7 +19,7 @@ from flatout.assembly.preflight import check_loggers
 from flatout.config.registry import LOGGERS, load_reference
 from flatout.errors import ConfigError, on_one_line, without_secrets
 from flatout.storage.json_io import JsonObject, read_json, write_json
-from flatout.training.checkpoint.location import checkpoints_folder
+from flatout.training.checkpoint.catalog import CHECKPOINTS
 from flatout.training.metrics.observers import Observer, Quiet
 from flatout.training.run_dir.layout import LOGGER_STATES
 
@@ -223,5 +223,5 @@ def links_of(run: Run) -> dict[str, str]:
         "host": socket.gethostname(),
         "run_directory": str(folder),
         "report": str(folder / "report.html"),
-        "checkpoints": str(checkpoints_folder(folder).resolve()),
+        "checkpoints": str((folder / CHECKPOINTS).resolve()),
     }

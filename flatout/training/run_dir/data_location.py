@@ -9,19 +9,18 @@ from pathlib import Path
 from flatout.config.schema import RunConfig
 from flatout.config.sections import DataConfig
 from flatout.data.conversation.templates import CHAT_TEMPLATE, stored_template
-from flatout.data.store.manifest import MANIFEST, TOKENIZER
-from flatout.data.store.mix import AnyDataset, members_of, open_data, whole_turns
+from flatout.data.store.manifest import TOKENIZER
+from flatout.data.store.mix import AnyDataset, members_of, whole_turns
 from flatout.data.store.remote import absolute_path_or_url
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import RESTORE, load_tokenizer, read_tokenizer
 from flatout.data.tokenizers.base import NotEncodable
-from flatout.errors import CheckpointError, FlatoutError, in_shell
+from flatout.errors import CheckpointError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import copy_whole, write_text
 from flatout.storage.json_io import JsonObject, parsing
 from flatout.storage.remote.urls import is_url
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import moved_with
 
 COMPARED = (
     "The quick brown fox jumps over the lazy dog.",
@@ -67,43 +66,11 @@ def absolute(mix: dict[str, float]) -> dict[str, float]:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the configuration with absolute paths, for use from any working directory."""
-    if config.checkpoint.dir is not None:
-        checkpoints = str(Path(config.checkpoint.dir).absolute())
-        config = config.with_values({"checkpoint.dir": checkpoints})
     if config.data.cache is not None:
         config = config.with_values({"data.cache": absolute_path_or_url(config.data.cache)})
     if config.data.mix is not None:
         return config.with_values({"data.mix": absolute(config.data.mix)})
     return config.with_values({"data.path": absolute_path_or_url(config.data.path or "")})
-
-
-def relocated(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfig | None:
-    """Return the data config with the new paths of data that was moved together with its run.
-
-    This finds the data after a project's directory was renamed. None when the data that the
-    checkpoint was trained on is not found.
-    """
-    found = {
-        path: path
-        if _exists(path)
-        else next((str(one) for one in moved_with(path, run_folder) if _exists(str(one))), None)
-        for path in paths(data)
-    }
-    if None in found.values():
-        return None
-    moved = data.model_copy(
-        update={"mix": {found[path]: weight for path, weight in data.mix.items()}}
-        if data.mix
-        else {"path": found[data.path or ""]}
-    )
-    trained_on = catalog.recorded_environment(checkpoint).get("datasets")
-    found_digests = [one["digest"] for one in data_facts(open_data(moved))]
-    return moved if [one["digest"] for one in trained_on or []] == found_digests else None
-
-
-def exists(data: DataConfig) -> bool:
-    """Return whether every dataset on this machine exists at its configured path."""
-    return all(map(_exists, paths(data)))
 
 
 def data_facts(dataset: AnyDataset) -> list[JsonObject]:
@@ -123,15 +90,6 @@ def data_facts(dataset: AnyDataset) -> list[JsonObject]:
 def digest(texts: Iterable[str]) -> str:
     """Return the first 16 characters of the SHA-256 of the joined texts."""
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
-
-
-def paths(data: DataConfig) -> list[str]:
-    """Return the path or URL of every dataset."""
-    return [data.path or ""] if data.mix is None else list(data.mix)
-
-
-def _exists(path: str) -> bool:
-    return is_url(path) or (Path(path) / MANIFEST).exists()
 
 
 def keep_text_format(dataset: AnyDataset, run_folder: Path, *, progress: Progress = SILENT) -> None:
@@ -173,29 +131,9 @@ def require_tokenizer(
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
             f"{data.origin} was prepared with a different tokenizer than the one {run_folder} was "
-            f"trained with{_tokenizer_change(kept, data)}.",
+            "trained with.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )
-
-
-def _tokenizer_change(kept: Path, data: Dataset) -> str:
-    """Return how a dataset's tokenizer differs from a run's copy, as the end of a sentence.
-
-    Empty when one of them cannot be read.
-    """
-    try:
-        before, now = load_tokenizer(kept), load_tokenizer(data.path / TOKENIZER)
-    except FlatoutError:
-        return ""
-    sizes = f": {before.name} had {before.vocab_size:,} tokens, {now.name} has {now.vocab_size:,}"
-    for token in range(min(before.vocab_size, now.vocab_size)):
-        texts = [one.decode_bytes([token]) for one in (before, now)]
-        if texts[0] != texts[1]:
-            was, is_ = (ascii(text.decode(errors="replace")) for text in texts)
-            return f"{sizes}, and token {token} meant {was} and means {is_}"
-    digests = hashlib.sha256(read_tokenizer(kept)).hexdigest(), data.manifest.tokenizer.digest
-    was, is_ = (digest[:12] for digest in digests)
-    return f"{sizes}. Their files differ only in other rules (SHA-256 {was}... and {is_}...)"
 
 
 def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -> None:

@@ -2,25 +2,21 @@
 
 RUN/
 ├── config.yaml       fully resolved, with the choices of `auto`
-├── config.copy.yaml  a copy, to show which settings were edited in config.yaml
 ├── asked.yaml        the configuration as requested, before `auto` was resolved
 ├── tokenizer.json    the dataset's tokenizer, so that the model can be used without the data
 ├── chat_template.json  with conversations in the data: how their turns are written
 ├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl     one line per logged step
-├── metrics.csv       with log.to=csv: the same as a table
 ├── loggers/          with log.to=wandb or mlflow: the run's id there
 ├── wandb/            with log.to=wandb: the files of W&B
 ├── summary.json      the finished run
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
-├── left_out.json     with train.on_divergence=rewind: the data that the run skips
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
-├── checkpoints/      see checkpoint/read_write.py
-├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
+├── checkpoints/      see checkpoint/read_write.py; it may be a link to a directory on another disk
+├── watchdog.txt      written when a run makes no progress: the stacks of its threads, by rank
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
-├── owner.json        with checkpoint.dir: see checkpoint/location.py
 ├── remote.json       with checkpoint.upload: see upload/remote.py
 └── lock              locked while a process trains, with its pid and host
 """
@@ -53,13 +49,6 @@ from flatout.storage.json_io import (
 )
 from flatout.storage.recognised import read_regular
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
-from flatout.training.run_dir.config_seal import (
-    COPY,
-    require_as_trained,
-    require_whole,
-    write_sealed,
-)
 
 CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "config.yaml",
@@ -70,15 +59,14 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "lock",
     "origin.json",
 )
-METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
+METRICS, BOARD = "metrics.jsonl", "tensorboard"
 SKIPPED = "train/skipped_steps"
 """All bad steps of the run so far. A record has it if there were any."""
-DIVERGENCE, LEFT_OUT = "divergence.json", "left_out.json"
-LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
+DIVERGENCE = "divergence.json"
+LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog.txt"
 REMOTE = "remote.json"
 WRITTEN = (
     CONFIG,
-    COPY,
     REQUESTED,
     TOKENIZER,
     CHAT_TEMPLATE,
@@ -86,56 +74,47 @@ WRITTEN = (
     METRICS,
     SUMMARY,
     DIVERGENCE,
-    LEFT_OUT,
     EXIT_CODE,
-    "checkpoints",
     "base",
     BOARD,
-    TABLE,
     LOGGER_STATES,
     WANDB_FILES,
     WATCHDOG,
     ORIGIN,
-    OWNER,
     REMOTE,
     LOCK,
 )
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT, "base")
+STARTED = (REQUESTED, ORIGIN, "base")
 """What a first start writes before config.yaml, which makes a directory a run directory."""
 
 
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
-    """Store the resolved configuration and the requested one, whose code is trusted from now on.
-
-    Raises: CheckpointError when the directory of its checkpoints belongs to another run.
-    """
+    """Store the resolved configuration and the requested one, whose code is trusted from now on."""
     folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, folder_in(config.checkpoint.dir, folder))
     if requested is not None:
         write_requested(folder, requested)
-    write_sealed(_yaml(config), folder / COPY, folder / CONFIG)
+    write_text(folder / CONFIG, _yaml(config))
     if requested is not None:
         trust.remember(folder, requested.references())
 
 
 def write_requested(folder: Path, requested: RunConfig) -> None:
-    """Store the configuration as requested, with its digest."""
-    write_sealed(_yaml(requested), folder / REQUESTED)
+    """Store the configuration as requested."""
+    write_text(folder / REQUESTED, _yaml(requested))
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
     """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
     None when the directory contains no run. flatout/config/trust.py decides what is trusted.
-    Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
+    Raises: UntrustedCode.
     """
     config = read_config(folder)
     if config is not None:
         trust.require_trusted(folder, config.references(), trust_code=trust_code)
-        require_as_trained(folder / CONFIG, config)
     return config
 
 
@@ -151,14 +130,9 @@ def read_requested(folder: Path) -> RunConfig | None:
     """Return the requested configuration of a run, before `auto` was resolved.
 
     None when an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it was changed or damaged. An empty one counts as damaged.
+    Raises: ConfigError when it is damaged.
     """
-    path = folder / REQUESTED
-    if path.exists():
-        require_whole(path)
-    if path.exists() and not read_document(path):
-        raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
-    return _read_yaml(path)
+    return _read_yaml(folder / REQUESTED)
 
 
 def read_settings(folder: Path) -> JsonObject:
@@ -249,13 +223,13 @@ def clear_exit_code(folder: Path) -> None:
     (folder / EXIT_CODE).unlink(missing_ok=True)
 
 
-def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None = None) -> None:
+def require_free_disk(folder: Path, needed_bytes: int) -> None:
     """Check that checkpoints of `needed_bytes` in total fit on the disk of the run's checkpoints.
 
-    Existing checkpoints count as free space. `directory` is the run's `checkpoint.dir`.
+    Existing checkpoints count as free space.
     Raises: HardwareError with both numbers.
     """
-    disk = existing(folder_in(directory, folder))
+    disk = catalog.existing(folder / catalog.CHECKPOINTS)
     saved = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
     needed_bytes -= sum(map(folder_bytes, saved))
     free = shutil.disk_usage(disk).free
@@ -266,7 +240,7 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
             f"The disk of {disk} has {amount(free, 'bytes')} free.",
             fix=f"Free space there, or {fewer}."
             if saved
-            else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",
+            else f"Free space there, {fewer}, or train on a larger disk with --run-dir DIR.",
         )
 
 
@@ -288,4 +262,10 @@ def _yaml(config: RunConfig) -> str:
 
 
 def _read_yaml(path: Path) -> RunConfig | None:
-    return validate(read_document(path), file=path) if path.exists() else None
+    """Return the configuration in a file, or None without it. An empty one counts as damaged."""
+    if not path.exists():
+        return None
+    document = read_document(path)
+    if not document:
+        raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
+    return validate(document, file=path)

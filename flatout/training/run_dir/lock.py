@@ -22,10 +22,9 @@ from flatout.storage.files import (
     refuse_links,
     writing_run,
 )
-from flatout.training.checkpoint.location import make_folder, release
+from flatout.training.checkpoint.catalog import CHECKPOINTS, make_folder
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import COPY
-from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
+from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, REQUESTED, WRITTEN
 
 LOCK_WAIT_S = 1.0
 """How long a starting run waits for the lock. `flatout runs` holds it for an instant to test it."""
@@ -41,7 +40,7 @@ def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
             is a link, or when the directory cannot be written.
     """
     try:
-        refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
+        refuse_links([*(folder / name for name in WRITTEN), *(folder / CHECKPOINTS).glob("step-*")])
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         file = _acquire(folder, progress)
     except OSError as error:
@@ -101,9 +100,8 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
 
 def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
     """Delete the files and directories of a start that failed before config.yaml was written."""
-    release(folder)
-    own = (ORIGIN, LEFT_OUT, LOCK)
-    for name in own if folder not in created else (*own, COPY, REQUESTED):
+    own = (ORIGIN, LOCK)
+    for name in own if folder not in created else (*own, REQUESTED):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in created:

@@ -11,7 +11,6 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise, require_local
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import checkpoints_folder
 from flatout.training.run_dir import layout
 
 RUNS = Path("runs")
@@ -96,7 +95,7 @@ def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Pat
 
 def _has_checkpoint(run_folder: Path) -> bool:
     try:
-        return bool(catalog.steps(run_folder))
+        return bool(catalog.steps(run_folder)) and layout.read_config(run_folder) is not None
     except FlatoutError:  # a damaged run has no usable checkpoint
         return False
 
@@ -138,12 +137,9 @@ def find_checkpoint(
         quick = catalog.check_unless("optimizer", "model")
         newest = catalog.latest(run_folder, check=quick, progress=progress)
         if newest is None:
-            folder = checkpoints_folder(run_folder)
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
-                fix="Train it first: `flatout train` saves every ten minutes and at the end."
-                if folder.exists() or folder.parent == run_folder
-                else f"Its checkpoint.dir, {folder}, does not exist: move the checkpoints there.",
+                fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
         is_last = checkpoint == "last"
         best = None if is_last else catalog.best(newest, check=checked, progress=progress)

@@ -24,8 +24,6 @@ from flatout.storage.json_io import read_model, write_json
 from flatout.storage.recognised import recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Check, check_file
-from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
-from flatout.training.run_dir.config_seal import COPY, require_unedited
 from flatout.training.run_dir.data_location import data_values, moved_data
 from flatout.training.run_dir.layout import (
     CONFIG,
@@ -56,21 +54,17 @@ FREE_KEYS = (
     "train.sample_prompt",
     "train.watchdog_",
     "train.max_bad_steps",
-    "train.on_divergence",
-    "train.max_rewinds",
     "name",
 )
 """Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
-except for the last bits of sums. Some decide when the run ends, or whether it goes back.
+except for the last bits of sums. Some decide when the run ends.
 """
 OF_THIS_START = ("parallel.", "train.devices", "data.cache")
 """Prefixes of the free keys that describe the machine: each start states its own."""
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run. `lengthen` decides when it may grow."""
-NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir", "format_version")
+NAMELESS_KEYS = (*FREE_KEYS, "format_version")
 """Prefixes of the keys that do not affect a run's name."""
-UNSEALED_KEYS = (*FREE_KEYS, "checkpoint.dir", "data.path")
-"""Prefixes of the keys that may be edited in config.yaml."""
 
 
 def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> str:
@@ -102,14 +96,9 @@ def settings_file(folder: Path) -> Path:
     """Return the file with the settings that a run was started with, to train them again.
 
     It is asked.yaml, or config.yaml if an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it was changed or damaged.
+    Raises: ConfigError when it is damaged.
     """
-    if read_requested(folder) is not None:
-        return folder / REQUESTED
-    path, config = folder / CONFIG, read_config(folder)
-    if config is not None:
-        require_unedited(path, config, free=UNSEALED_KEYS)
-    return path
+    return folder / (CONFIG if read_requested(folder) is None else REQUESTED)
 
 
 def keys_that_may_change() -> str:
@@ -137,29 +126,24 @@ def config_to_resume(
     run can be made longer depends on its data (`lengthen`). A different micro-batch is accepted
     if a step keeps its tokens, and moved data: `require_tokenizer` rejects a different tokenizer,
     and `require_same_data` different training tokens.
-    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
-            edited config.yaml, and for keys that contradict it, such as a different mix.
+    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for keys
+            that contradict it, such as a different mix.
     """
     stored = read_config(folder)
     if stored is None and catalog.has_saved(folder):
-        copy = folder / COPY
         raise ConfigError(
             f"{folder} contains checkpoints, but no {CONFIG} with the settings of the run.",
-            fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
-            if copy.is_file()
-            else "Restore it from a copy, or start a new run from this one: "
+            fix="Restore it from a copy, or start a new run from this one: "
             f"--resume {in_shell(folder)} --run-dir DIR.",
         )
     if stored is None:
         return None
     first = read_requested(folder)
-    require_own_folder(folder)
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
     trust.require_trusted(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
-    require_unedited(folder / CONFIG, stored, free=UNSEALED_KEYS)
     return continued(
         stored,
         first,
@@ -271,7 +255,6 @@ def resume_from(
     if resume == "never":
         _require_empty(folder)
         return None
-    require_own_folder(folder)
     for name in catalog.remove_leftovers(folder):
         progress.say(f"Removed {name}, left by a save that was killed.")
     origin = read_origin(folder)
@@ -299,18 +282,23 @@ def resume_from(
 
 def is_own(checkpoint: Path, folder: Path) -> bool:
     """Return whether a checkpoint is among those of the run in `folder`."""
-    return checkpoint.resolve().parent == checkpoints_folder(folder).resolve()
+    return checkpoint.resolve().parent == (folder / catalog.CHECKPOINTS).resolve()
 
 
 def _require_empty(folder: Path) -> None:
-    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
-    found = sorted(name for name in names if name not in (LOCK, OWNER))
+    paths = [*folder.iterdir()] if folder.is_dir() else []
+    found = sorted(path.name for path in paths if path.name != LOCK and not _is_empty(path))
     if found:
         raise CheckpointError(
             f"--resume never would overwrite {folder}, which contains {', '.join(found[:4])}.",
             fix="Choose a different directory with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether `path` is an empty directory for checkpoints, or a link to one."""
+    return path.name == catalog.CHECKPOINTS and path.is_dir() and not any(path.iterdir())
 
 
 def _checkpoint_at(path: Path, progress: Progress) -> Path:

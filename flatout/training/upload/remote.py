@@ -25,37 +25,29 @@ from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import read_if_there
 from flatout.storage.remote.urls import is_local
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import OWNER, folder_in
-from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
-    LEFT_OUT,
     METRICS,
     ORIGIN,
     REMOTE,
     REQUESTED,
     SUMMARY,
-    TABLE,
 )
 
 FORMAT_VERSION = 1
 RUN_FILES = (
     REQUESTED,
     CONFIG,
-    COPY,
-    OWNER,
     ORIGIN,
-    LEFT_OUT,
     TOKENIZER,
     CHAT_TEMPLATE,
     METRICS,
-    TABLE,
     EVENTS,
     SUMMARY,
 )
 """Files of a run directory that a resume needs or continues, in the order of restoring them."""
-CONFIGURATION = (REQUESTED, CONFIG, COPY)
+CONFIGURATION = (REQUESTED, CONFIG)
 LOGGER_FILE = re.compile(r"\w[\w-]*\.json")
 COMPRESSED = ".zst"
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)-[0-9a-f]{8}")
@@ -90,7 +82,7 @@ def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
     if url is None or not is_local(url):
         return
     copy = Path(url.partition("://")[2]).resolve()
-    for own in (run_folder.resolve(), folder_in(config.dir, run_folder).resolve()):
+    for own in (run_folder.resolve(), (run_folder / catalog.CHECKPOINTS).resolve()):
         if copy == own or own in copy.parents or copy in own.parents:
             raise ConfigError(
                 f"checkpoint.upload={config.upload}: the copy would be in {copy}, and {own} "

@@ -25,7 +25,6 @@ from flatout.storage.files import copy_whole, write_text
 from flatout.storage.remote.folder import Altered, Wanted, pull, receive
 from flatout.storage.remote.reading import open_remote
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import continued
@@ -105,7 +104,6 @@ def restore_lost(
     ids = filter(LOGGER_FILE.fullmatch, store.folder(layout.LOGGER_STATES).files())
     loggers = [f"{layout.LOGGER_STATES}/{own}" for own in ids]
     _fetch_missing(store, (*RUN_FILES, *loggers), folder)
-    claim(folder, checkpoints_folder(folder))
     if read_record(folder, url) is None:
         write_record(folder, Record(url=url))
     problems = []
@@ -154,10 +152,9 @@ def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfi
         raise CheckpointError(what, fix=START_WITHOUT) from error
     if stored is None:
         raise CheckpointError(f"{url} has no {layout.CONFIG}.", fix=START_WITHOUT)
-    own = {"checkpoint.dir": requested.checkpoint.dir}  # another machine has other disks
     continued(
-        stored.with_values(own),
-        first and first.with_values(own),
+        stored,
+        first,
         requested,
         place=url,
         sent_by=saved,
@@ -167,10 +164,7 @@ def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfi
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
-    """Store the configuration. `requested` may set a different checkpoint.dir if a disk is gone.
-
-    It replaces one that is here: the checkpoints were trained with it.
-    """
+    """Store the configuration in place of one that is here: it trained the checkpoints."""
     for name in CONFIGURATION:
         if (copy / name).exists():
             copy_whole(copy / name, folder / name)
@@ -178,10 +172,6 @@ def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: 
     assert config is not None, "the copy was checked"
     references = config.references()
     trust.require_trusted(folder, references, named=requested.references(), trust_code=trust_code)
-    if requested.checkpoint.dir is not None:
-        moved = {"checkpoint.dir": str(Path(requested.checkpoint.dir).absolute())}
-        if moved["checkpoint.dir"] != config.checkpoint.dir:
-            layout.write_config(folder, config.with_values(moved))
 
 
 def _fetch_missing(store: RemoteCopy, names: Iterable[str], folder: Path) -> None:
@@ -258,7 +248,7 @@ def _pull(
         ],
         target,
         fix="Use a different checkpoint.",
-        more_space="set checkpoint.dir to a directory on a larger disk",
+        more_space="choose a run directory on a larger disk with --run-dir DIR",
         progress=progress,
         open_file=open_file,
     )

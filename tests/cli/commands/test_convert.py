@@ -27,7 +27,7 @@ TRAINER = {
     "eval_strategy": "epoch",
     "gradient_checkpointing": True,
     "tf32": False,
-    "report_to": ["wandb", "csv"],
+    "report_to": ["wandb", "tensorboard"],
     "rope_scaling": {"factor": 2},
     "hub_token": "hf_xyz",
     "colour": "red",
@@ -58,7 +58,7 @@ def test_keys_that_mean_the_same_are_in_the_recipe_and_every_other_key_is_answer
     )
     assert (config.optim.kind, config.train.eval_every_epochs, config.log.to) == (
         *("adamw", 1),
-        ("wandb", "csv"),
+        ("wandb", "tensorboard"),
     )
     assert config.speedups == "auto,+checkpointing,-tf32"
     assert [item.key for item in found.items] == [*TRAINER]

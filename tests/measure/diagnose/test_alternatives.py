@@ -117,9 +117,12 @@ def test_slow_steps_are_not_repeated(tried):
 
 
 @pytest.mark.slow
-def test_small_micro_batches_are_found_by_trials_of_a_real_recipe(tiny_config, tmp_path):
+def test_small_micro_batches_are_found_by_trials_of_a_real_recipe(
+    tiny_config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     small = {"batch.rows_per_device": 1, "batch.tokens_per_step": 16 * 16}
-    config = tiny_config(checkpoint__dir=str(tmp_path)).with_values(small)
+    config = tiny_config().with_values(small)
     evidence = diagnosing.diagnose_recipe(config, seconds=1.0)
     (name,) = (one for one in evidence.counterfactual_s if "=" in one)
     assert name == "batch.rows_per_device=16 batch.accumulate=1"

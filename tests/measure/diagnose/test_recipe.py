@@ -80,7 +80,8 @@ def measured(tiny_config, tmp_path, monkeypatch):
         (tmp_path / ".diagnose-killed").mkdir()
         os.utime(tmp_path / ".diagnose-killed", (0, 0))
         values = {key.replace("__", "."): value for key, value in changes.items()}
-        config = tiny_config(checkpoint__dir=str(tmp_path)).with_values(SIZE | values)
+        monkeypatch.chdir(tmp_path)
+        config = tiny_config().with_values(SIZE | values)
         found = diagnose_recipe(config, seconds=0.5)
         findings = {one.name: one for one in diagnosis_of(found).findings}
         assert not [*tmp_path.glob(".diagnose-*")]

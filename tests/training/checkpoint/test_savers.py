@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +14,9 @@ from stand_in import build, outcome, train
 from flatout.errors import RunFailed
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog, host_copy, read_write, savers, tensors
-from flatout.training.checkpoint.savers import Saver, in_background, take
+from flatout.training.checkpoint.savers import Saver, in_background
 from flatout.training.run_dir.resume import resume_from
 from flatout.training.saving import closing_saver
-from flatout.training.step import train_step
 
 ENVIRONMENT = {"torch": "2.13"}
 
@@ -253,45 +251,6 @@ def test_every_copy_uses_the_same_memory(tmp_path):
         len(content) for content in files(catalog.checkpoint_path(run.folder, 3)).values()
     )
     assert saver._copy._block.numel() < state_bytes + 64 * 40
-
-
-WITH_MOMENTS = {
-    "adamw": {},
-    "muon": {"optim__kind": "muon"},
-}
-
-
-@pytest.mark.parametrize("changes", WITH_MOMENTS.values(), ids=WITH_MOMENTS)
-@pytest.mark.parametrize("rank", [None, 0, 1])
-def test_the_reserved_bytes_equal_those_of_a_save(
-    build_run, tiny_config, monkeypatch, changes, rank
-):
-    """Of two processes with the same weights, each copies only the part that it will write."""
-    run, saver = build_run(tiny_config(**changes)), in_background()
-    alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
-    run.mesh = mesh
-    reserved = saver.reserve(run)
-    saver._copy.make_room(0, run.mesh.device)  # waits for the memory
-    assert reserved == saver._copy._block.numel()
-    run.mesh = alone
-    train_step(run, next(run.loader))
-    run.mesh = mesh
-    snapshot = take(run, {})
-    assert host_copy.bytes_of(snapshot.tensors) == reserved
-    block = saver._copy._block.data_ptr()
-    saver._copy.of(snapshot.tensors, (), run.mesh.device)
-    assert saver._copy._block.data_ptr() == block
-    assert saver.reserve(run) == reserved, "a resumed run has its moments already"
-
-
-def test_nothing_is_reserved_without_known_sizes_or_memory(
-    tmp_path, build_run, tiny_config, monkeypatch
-):
-    assert in_background().reserve(build(tmp_path / "run")) == 0, "nothing says what SGD will keep"
-    run = build_run(tiny_config())
-    assert Saver().reserve(run) == 0
-    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
-    assert in_background().reserve(run) == 0
 
 
 def test_a_growing_state_gets_more_memory(tmp_path):

@@ -57,7 +57,7 @@ def driver(**functions):
     def fail(*_):
         raise Error
 
-    names = ("CurrentClocksEventReasons", "ComputeRunningProcesses", "ClockInfo")
+    names = ("CurrentClocksEventReasons", "ClockInfo")
     made = {f"nvmlDeviceGet{name}": functions.get(name, fail) for name in names}
     return SimpleNamespace(
         NVMLError=Error,
@@ -79,13 +79,12 @@ def gpu(monkeypatch):
 def test_the_driver_reports_a_gpu(monkeypatch, gpu):
     answers = driver(
         CurrentClocksEventReasons=lambda handle: 0x44,
-        ComputeRunningProcesses=lambda handle: [1, 2],
         ClockInfo=lambda handle, kind: 1200,
     )
     monkeypatch.setitem(sys.modules, "pynvml", answers)
-    assert GpuDriver(gpu).state() == (("heat",), True, 2, 1200.0)
+    assert GpuDriver(gpu).state() == (("heat",), True, 1200.0)
 
 
 def test_what_the_driver_does_not_report_is_unknown(monkeypatch, gpu):
     monkeypatch.setitem(sys.modules, "pynvml", driver())
-    assert GpuDriver(gpu).state() == (None, None, None, None)
+    assert GpuDriver(gpu).state() == (None, None, None)

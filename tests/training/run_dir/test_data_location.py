@@ -11,8 +11,6 @@ import pytest
 
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import open_data
-from flatout.data.tokenizers.byte import ByteTokenizer
-from flatout.data.tokenizers.char import CharTokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.inference.load import load_run
 from flatout.training.run import run_training
@@ -151,23 +149,6 @@ def test_resume_rejects_another_tokenizer_and_accepts_a_missing_copy(mixed_confi
         CheckpointError, match=r"a different tokenizer.*--tokenizer .*tokenizer\.json"
     ):
         require_tokenizer(tmp_path, dataset)
-
-
-@pytest.mark.parametrize(
-    ("text", "difference"),
-    [
-        (CharTokenizer("ab").text, r"char had 3 tokens, byte has 257, and token 0 meant 'a' and"),
-        (
-            json.dumps(ByteTokenizer().tokenizer_json()),
-            r"had 257 tokens.* in other rules \(SHA-256",
-        ),
-    ],
-    ids=["other tokens", "the same tokens"],
-)
-def test_the_difference_between_two_tokenizers_is_named(mixed_config, tmp_path, text, difference):
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(CheckpointError, match=difference):
-        require_tokenizer(tmp_path, open_data(mixed_config().data))
 
 
 def test_data_may_be_at_a_url_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):

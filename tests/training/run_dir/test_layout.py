@@ -56,7 +56,6 @@ def test_a_config_built_in_python_is_named_after_the_fields_that_were_set():
             "data.cache=/x",
             "train.devices=2",
             "parallel.shard=2",
-            "checkpoint.dir=/x",
         ),
         *("train.eval_every_epochs=2", "train.sample_prompt=hi", "checkpoint.every_steps=7"),
         "checkpoint.best=false",
@@ -116,7 +115,7 @@ def test_the_exit_code_is_stored_and_cleared(tmp_path):
 def test_too_small_a_disk_is_an_error_before_the_run(tmp_path):
     layout.require_free_disk(tmp_path / "runs" / "not-yet", 1)
     with pytest.raises(
-        HardwareError, match=r"need 1152921504\.6 GB more.*Fix: Free space.*checkpoint\.dir"
+        HardwareError, match=r"need 1152921504\.6 GB more.*Fix: Free space.*--run-dir DIR"
     ):
         layout.require_free_disk(tmp_path, 2**60)
 

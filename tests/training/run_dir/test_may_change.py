@@ -25,7 +25,7 @@ STORED = RunConfig().with_values(
     {"data.path": "data/a", "train.eval_every": 5, "checkpoint.upload": "s3://a/b", "lora.rank": 2}
 )
 """A configuration in which every other key may be set."""
-VALUES = (7, 0.25, True, False, "cuda", "bf16", "wandb", "zstd", "offline", "rewind", "fp16", "a:b")
+VALUES = (7, 0.25, True, False, "cuda", "bf16", "wandb", "zstd", "offline", "fp16", "a:b")
 VALUES = (*VALUES, "cpu", 1e-4, ["wandb"], ["a:b"], [0.5, 0.5], {"data/a": 1})
 
 

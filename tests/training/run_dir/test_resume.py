@@ -143,16 +143,6 @@ def test_a_missing_request_is_named_where_it_would_have_been_compared(tmp_path):
     assert refused.value.fix.startswith(f"Restore {tmp_path / 'asked.yaml'} if there is a copy. ")
 
 
-def test_checkpoint_dir_cannot_change(tmp_path):
-    layout.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
-    fake_checkpoint(tmp_path / "one" / "run", 5, inside="")
-    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*/one -> .*/two"):
-        config_to_resume(
-            tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'two'}"])
-        )
-    assert config_to_resume(tmp_path / "run", RunConfig()).checkpoint.dir == str(tmp_path / "one")
-
-
 def test_an_empty_directory_has_no_stored_configuration(tmp_path):
     assert config_to_resume(tmp_path, RunConfig()) is None
     assert layout.read_config(tmp_path) is None
