@@ -23,7 +23,7 @@ class Contracts(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Show the types of a command's parameters in its signature, and their help below it."""
-        for module in pkg["cli.commands"].modules.values():
+        for module in (*pkg["cli.commands"].modules.values(), pkg["measure.watch"]):
             for function in module.functions.values():
                 options = [f"- `{name}`: {help}" for name, help in plain_options(function)]
                 if options and function.docstring:

@@ -69,6 +69,7 @@ TRAINING = (
     "halving",
     "watchdog",
     "init_from",
+    "soundness",
     "saving",
     "divergence",
     "loop",
