@@ -40,9 +40,13 @@ MIN_FREEDOM = 2
 MIN_SEEDS = 3
 """Fewest rounds over which final losses are compared."""
 MOST_NOISE = 0.05
-"""With a larger difference between two runs of one setting, losses are not compared one by one."""
+"""A larger difference between two runs of one setting is no rounding: their losses are wrong."""
 CONFIDENCE = 0.9375
-"""Minimum coverage of the intervals: that of the range of five repeats, the usual number."""
+"""Minimum coverage of an interval: that of the range of five repeats, the usual number.
+
+A race that may end after each round looks several times, so that its last interval covers a little
+less.
+"""
 STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160),
     *(2.145, 2.131, 2.120, 2.110, 2.101),
@@ -335,15 +339,14 @@ class Race:
         except (KeyboardInterrupt, Interrupted) as interruption:
             self.ended_by_signal = signal_of(interruption)
 
-    def run(self, setting: Setting, number: int = SCREEN, seed: int | None = None) -> Result:
-        """Run a trial in a round, whose number is its seed, and return the result.
+    def run(self, setting: Setting, number: int = SCREEN, seed: int = 0) -> Result:
+        """Run a trial in a round with a seed, and return the result.
 
         Raises: TimeIsUp when it does not end within the time, or a signal came.
         """
         limit_s = min(self.longest_s, self.left_s)
         if limit_s <= 0 or self.ended_by_signal is not None:
             raise TimeIsUp
-        seed = number if seed is None else seed
         try:
             result = self.start(setting, seed, limit_s)
         except (KeyboardInterrupt, Interrupted) as interruption:
@@ -440,7 +443,7 @@ class Race:
         return found
 
     def loss_noise(self, setting: Setting) -> float | None:
-        """Return the largest difference of a loss between runs of a setting with one seed."""
+        """Return the largest difference of a loss between consecutive runs with one seed."""
         runs = self.losses(setting).values()
         apart = [difference([pair]) for same in runs for pair in pairwise(same)]
         return max((each for each in apart if each is not None), default=None)
@@ -448,10 +451,10 @@ class Race:
     def check(self, one: Setting, other: Setting) -> LossCheck:
         """Return whether the losses of two settings stay within their tolerance.
 
-        Exact and rounding hold step by step in every round, up to twice the difference between two
-        runs of `other` with one seed. A statistical tolerance compares final losses, the means of
-        the last halves, over three seeds: the interval of their difference must not be above 0, nor
-        their mean outside of the spread of `other`.
+        Exact and rounding hold step by step in the last trials of each seed, up to twice the
+        difference between two runs of `other` with one seed. A statistical tolerance compares final
+        losses, the means of the last halves of the first LOSS_STEPS, over three seeds: the interval
+        of their difference must not be above 0, nor their mean outside of the spread of `other`.
         """
         tolerance = self.tolerance(one, other)
         ours, theirs, kind = self.losses(one), self.losses(other), tolerance.kind

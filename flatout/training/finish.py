@@ -16,7 +16,7 @@ from flatout.training.loop import (
 )
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
-from flatout.training.saving import save_last, stating_room, wait_for_saves
+from flatout.training.saving import require_own, save_last, stating_room, wait_for_saves
 from flatout.training.session import Session
 
 
@@ -38,6 +38,7 @@ def finish(session: Session, predicted: JsonObject) -> JsonObject:
         with stating_room(run):  # without room the step is saved, and the next run evaluates again
             wait_for_saves(run, log)
         log_sample(session)
+    require_own(run)
     log.close()
     log.keep_clock()
     summary = summarise(run, log, evaluation) | {"predicted": predicted}

@@ -20,6 +20,7 @@ from flatout.errors import DiskFull
 from flatout.hardware.machine import fingerprint
 from flatout.storage.files import TOO_LARGE
 from flatout.storage.json_io import JsonObject
+from flatout.training.agreement import WRITING, together
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import (
     CheckpointInfo,
@@ -31,6 +32,7 @@ from flatout.training.checkpoint.host_copy import bytes_of
 from flatout.training.checkpoint.savers import take
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.data_location import data_facts, digest
+from flatout.training.run_dir.lock import require_held
 from flatout.training.soundness import require_sound
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
@@ -79,9 +81,10 @@ class SaveSchedule:
 def save(run: Run, log: Log) -> None:
     """Save the run's state and delete the checkpoints that the configuration does not keep.
 
-    Raises: RunFailed, before anything is written, as `require_sound`.
+    Raises: RunFailed, before anything is written, as `require_held` and `require_sound`.
     """
     log.write_pending()  # so that a run killed after this save has every record up to its step
+    require_own(run)
     require_sound(run, log)
     log.keep_clock()
     config = run.config.checkpoint
@@ -95,6 +98,11 @@ def save(run: Run, log: Log) -> None:
             progress=log.progress,
         )
         log_saves(run, log)
+
+
+def require_own(run: Run) -> None:
+    """Check on all ranks that rank 0 still has the run directory for itself, as `require_held`."""
+    together(run.mesh, lambda: require_held(run.folder), WRITING)
 
 
 @contextmanager

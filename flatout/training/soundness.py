@@ -66,7 +66,7 @@ def require_sound(run: Run, log: Log) -> None:
     broken = [name for name, look in looks.items() if not math.isfinite(look.largest)]
     weights = ((one.largest, name) for name, one in looks.items() if "/" not in name)
     largest, name = max(weights, default=(0.0, ""))
-    every = gathered(run.mesh, (broken[:MOST_NAMED], totals, largest, name))
+    every = gathered(run.mesh, (broken, totals, largest, name))
     if names := {name: None for broken, *_ in every for name in broken}:
         raise RunFailed(
             f"Not finite at step {run.step}: {shown(list(names))}. Nothing was saved.",
@@ -102,7 +102,7 @@ def require_equal_copies(run: Run, looks: dict[str, Look]) -> None:
             is_clear = count > others[0][1]
             names[name] = None
             odd |= {rank: None for rank, copy in copies.items() if not is_clear or copy != usual}
-    everywhere = gathered(run.mesh, (list(names)[:MOST_NAMED], sorted(odd)))
+    everywhere = gathered(run.mesh, (list(names), sorted(odd)))
     names = {name: None for found, _ in everywhere for name in found}
     ranks = sorted({rank for _, found in everywhere for rank in found})
     if not names:
@@ -121,6 +121,7 @@ def looks_of(run: Run) -> dict[str, Look]:
 
     Values are read once, when all are computed.
     """
+    run.core.state_dict()  # frees weights that fully_shard has gathered, as after an evaluation
     named: dict[str, Tensor] = dict(run.core.named_parameters()) | optimizer_tensors(run)
     places: list[tuple[str, str]] = []
     sums: list[Tensor] = []
@@ -129,8 +130,9 @@ def looks_of(run: Run) -> dict[str, Look]:
         for part in parts_of(named[name].detach()):
             places.append((name, place_of(named[name])))
             flat = part.reshape(-1)
-            is_aligned = not (part.nbytes | int(flat.storage_offset()) * flat.element_size()) % 8
-            words = flat.view(torch.int64 if is_aligned else WORDS[flat.element_size()])
+            if int(flat.storage_offset()) * flat.element_size() % 8:  # words would not be aligned
+                flat = flat.clone()
+            words = flat.view(WORDS[flat.element_size()] if part.nbytes % 8 else torch.int64)
             sums.append(words.sum(dtype=torch.int64).to(run.mesh.device))
             is_float = part.dtype in FLOATS
             norm = torch.linalg.vector_norm(flat, torch.inf) if is_float else torch.zeros(())
@@ -166,7 +168,8 @@ def place_of(tensor: Tensor) -> str:
     if not is_shared(tensor):
         return ""
     at = tensor.device_mesh.get_coordinate() or ()
-    return str([i for i, placed in zip(at, tensor.placements, strict=True) if placed.is_shard()])
+    divided = [not placed.is_replicate() for placed in tensor.placements]  # also in strides
+    return str([i for i, is_divided in zip(at, divided, strict=True) if is_divided])
 
 
 def gathered(mesh: Mesh, value: Value) -> list[Value]:

@@ -60,12 +60,12 @@ def rarer(text: str, left: float, *keys: str) -> Way:
 
     def remedy(evidence: Evidence, share: float) -> Remedy:
         times = math.ceil(share * (1 - left) / (left * max(1 - share, left)))
-        most = evidence.planned_steps or math.inf
-        settings = {
-            key: min(times * now, most)
-            for key in keys
-            if (now := evidence.setting(key)) and now < most
-        }
+        settings: dict[str, float] = {}
+        for key in keys:
+            in_steps = not key.endswith(("minutes", "epochs"))
+            most = (in_steps and evidence.planned_steps) or math.inf
+            if (now := evidence.setting(key)) and now < most:
+                settings[key] = min(times * now, most)
         return settings and (text, settings)
 
     return remedy
@@ -256,6 +256,15 @@ ROWS = [
         site="rows",
     ),
     row(
+        "fewer-rows",
+        "Fewer rows were faster here, as when the memory of the GPU spills to the host.",
+        lambda e: e.tokens_per_s and (lost := 1 - e.tokens_per_s / e.best_rate) > 0.13 and lost,
+        "Micro-batches of {e.best_rows} rows reached {e.best_rate:,.0f} tokens/s here, and this "
+        "run {e.tokens_per_s:,.0f}: its larger ones probably exceed the device's memory.",
+        *LESS_MEMORY,
+        unless="out-of-memory",
+    ),
+    row(
         "fragmentation",
         "The allocator reserves much more GPU memory than the tensors need.",
         lambda e: (
@@ -267,15 +276,6 @@ ROWS = [
         "memory is fragmented.",
         "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
         shows="total_gib",
-    ),
-    row(
-        "fewer-rows",
-        "Fewer rows were faster here, as when the memory of the GPU spills to the host.",
-        lambda e: e.tokens_per_s and (lost := 1 - e.tokens_per_s / e.best_rate) > 0.13 and lost,
-        "Micro-batches of {e.best_rows} rows reached {e.best_rate:,.0f} tokens/s here, and this "
-        "run {e.tokens_per_s:,.0f}: its larger ones probably exceed the device's memory.",
-        *LESS_MEMORY,
-        unless="out-of-memory",
     ),
     row(
         "frequent-evaluation",
@@ -436,7 +436,8 @@ ROWS = [
         lambda e: (
             e.supports_bf16
             and e.setting("train.precision") == "fp32"
-            and "tf32" not in (e.speedups or ("tf32",))
+            and e.speedups is not None
+            and "tf32" not in e.speedups
             and "slows"
         ),
         "Matrices are multiplied in float32, which uses a small part of this GPU.",

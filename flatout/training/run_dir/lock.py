@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError, RunFailed, UsageError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import (
     LocksUnsupported,
@@ -26,6 +27,8 @@ from flatout.training.checkpoint.catalog import CHECKPOINTS, make_folder
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, REQUESTED, WRITTEN
 
+_TOKENS: dict[Path, str] = {}
+"""What this process wrote into the locks that it holds."""
 LOCK_WAIT_S = 1.0
 """How long a starting run waits for the lock. `flatout runs` holds it for an instant to test it."""
 
@@ -49,16 +52,43 @@ def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
             f"The run directory {folder} cannot be written: {why}.",
             fix="Choose one that can be written with --run-dir DIR.",
         ) from error
+    token = _TOKENS[folder.absolute()] = secrets.token_hex(8)
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     with file:
         try:
             with writing_run(folder):
                 os.ftruncate(file.fileno(), 0)
-                os.write(file.fileno(), json.dumps(owner).encode())
+                os.write(file.fileno(), json.dumps(owner | {"token": token}).encode())
             yield
         finally:
+            del _TOKENS[folder.absolute()]
             if not (folder / CONFIG).exists():
                 _remove_failed_start(folder, missing)
+
+
+def require_held(folder: Path) -> None:
+    """Check that a run directory whose lock this process took is still there, and its own.
+
+    It may have been moved or deleted, or another machine may train there too, where locks are local
+    to each. Raises: RunFailed.
+    """
+    token = _TOKENS.get(folder.absolute())
+    try:
+        found = json.loads((folder / LOCK).read_text(encoding="utf-8")).get("token")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    if token is None or found == token:
+        return
+    if not (folder / LOCK).exists():
+        raise RunFailed(
+            f"{folder} was moved or deleted while the run trained.",
+            fix="Nothing is written there any more. Where it is now, the same command with "
+            "--run-dir DIR continues from its last checkpoint.",
+        )
+    raise RunFailed(
+        f"Another process trains in {folder} too. {in_use(folder).what}",
+        fix="Nothing is written there any more. Choose a different directory with --run-dir DIR.",
+    )
 
 
 def is_locked(folder: Path) -> bool:

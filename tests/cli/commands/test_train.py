@@ -99,8 +99,8 @@ def test_an_old_summary_without_newer_fields_is_read(tiny_run):
 def test_a_sample_of_a_model_of_short_documents_has_several(tiny_config, tmp_path, monkeypatch):
     seeds = []
 
-    def sample(*_, seed, **options):
-        seeds.append(seed)
+    def sample(model, tokenizer, prompt, sampling, **options):
+        seeds.append(sampling.seed)
         return iter(["Ann, ", "Bob" if len(seeds) < 3 else "x" * command.SAMPLE_TOKENS])
 
     monkeypatch.setattr(generate, "sample", sample)

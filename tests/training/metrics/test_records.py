@@ -33,7 +33,7 @@ def kinds_of_records(run):
 @pytest.mark.parametrize(
     "place",
     [
-        (finish, "evaluate"),
+        (finish, "score"),
         (finish, "log_sample"),
         (finish, "summarise"),
         (layout, "write_summary"),
