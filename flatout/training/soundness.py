@@ -168,8 +168,8 @@ def place_of(tensor: Tensor) -> str:
     if not is_shared(tensor):
         return ""
     at = tensor.device_mesh.get_coordinate() or ()
-    divided = [not placed.is_replicate() for placed in tensor.placements]  # also in strides
-    return str([i for i, is_divided in zip(at, divided, strict=True) if is_divided])
+    placed = zip(at, tensor.placements, strict=True)
+    return str([i for i, one in placed if not one.is_replicate()])  # also in strides
 
 
 def gathered(mesh: Mesh, value: Value) -> list[Value]:
