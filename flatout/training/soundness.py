@@ -183,4 +183,4 @@ def gathered(mesh: Mesh, value: Value) -> list[Value]:
 def shown(names: list[str]) -> str:
     """Return some names."""
     more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:MOST_NAMED]) + f" and {more} more" * (more > 0)
