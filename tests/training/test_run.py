@@ -34,6 +34,7 @@ NAMES = {
     "perf/samples_per_s", "perf/steps_per_s", "perf/mfu", "perf/step_ms", "perf/data_wait_ms",
     "perf/host_ms", "perf/device_ms", "mem/allocated_gib", "mem/peak_gib", "mem/reserved_gib",
     "mem/process_gib", "gpu/util_pct", "gpu/power_w",
+    "cpu/cores", "cpu/other_cores",  # where at least a second lies between two records
 }  # fmt: skip
 
 
