@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""
-FLOATS = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    *(torch.complex64, torch.complex128),
-)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PRIME, MODULUS = 1_000_003, 2**61 - 1
 """Of the digest of several tensors, in which each has another factor."""
 JUMP = 100.0
@@ -129,14 +126,14 @@ def looks_of(run: Run) -> dict[str, Look]:
     for name in sorted(named):
         for part in parts_of(named[name].detach()):
             places.append((name, place_of(named[name])))
-            flat = part.reshape(-1)
+            whole = torch.view_as_real(part) if part.is_complex() else part
+            flat = whole.reshape(-1)
             if int(flat.storage_offset()) * flat.element_size() % 8:  # words would not be aligned
                 flat = flat.clone()
-            words = flat.view(WORDS[flat.element_size()] if part.nbytes % 8 else torch.int64)
+            words = flat.view(WORDS[flat.element_size()] if flat.nbytes % 8 else torch.int64)
             sums.append(words.sum(dtype=torch.int64).to(run.mesh.device))
-            is_float = part.dtype in FLOATS
-            norm = torch.linalg.vector_norm(flat, torch.inf) if is_float else torch.zeros(())
-            norms.append(norm.to(run.mesh.device, torch.float64))
+            low, high = flat.aminmax() if flat.dtype in FLOATS else [torch.zeros(())] * 2
+            norms.append(torch.maximum(-low, high).to(run.mesh.device, torch.float64))
     looks: dict[str, Look] = {}
     for (name, place), total, norm in zip(
         places, torch.stack(sums).tolist(), torch.stack(norms).tolist(), strict=True

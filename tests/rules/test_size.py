@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 79_210,
     "data": 69_290,
-    "training": 55_550,
+    "training": 55_560,
     "cli": 24_310,
     "models": 24_510,
     "assembly": 19_350,
