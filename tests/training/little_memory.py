@@ -19,7 +19,7 @@ class Limit(Quiet):
     rows = 0
 
     def on_start(self, run):
-        self.rows = run.rows_per_device
+        self.rows = self.rows or run.rows_per_device  # of the first attempt
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
