@@ -156,8 +156,6 @@ class Run:
     resumed_from: str | None = None
     base: JsonObject | None = None
     """The weights that the adapters of a LoRA run belong to: see checkpoint/contents.py."""
-    rows_are_auto: bool = False
-    """Whether flatout chose the rows of a micro-batch, and may choose fewer."""
     is_updating: bool = False
     """Whether the step has begun to update the weights: fewer rows do not help there."""
     pulse: Pulse = field(default_factory=Pulse)

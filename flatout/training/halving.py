@@ -18,20 +18,21 @@ from flatout.training.run_dir import layout
 
 
 @contextmanager
-def halving(run: Run) -> Iterator[None]:
+def halving(run: Run, *, is_auto: bool) -> Iterator[None]:
     """Record a smaller micro-batch when the block runs out of memory, and raise SmallerBatch.
 
-    An error remains one when the rows are the user's, when a single one is left, in the optimizer's
-    step, where fewer rows do not help, and when the disk returns an error, as nothing would be
-    smaller then. Ranks that fail at the same step record the same.
+    An error remains one when the rows are the user's (not `is_auto`), when a single one is left, in
+    the optimizer's step, where fewer rows do not help, and when the disk returns an error, as
+    nothing would be smaller then. Ranks that fail at the same step record the same.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if not is_auto or run.is_updating or not is_out_of_memory(error):
+            raise
         before, number = run.rows_per_device, run.config.batch.accumulate or 1
         rows, stored = fewer_rows(before, number), layout.read_config(run.folder)
-        may_help = run.rows_are_auto and not run.is_updating and is_out_of_memory(error)
-        if not may_help or rows is None or stored is None:
+        if rows is None or stored is None:
             raise
         batch = {"batch.rows_per_device": rows, "batch.accumulate": before * number // rows}
         where = f" on rank {run.mesh.rank}" if run.mesh.world_size > 1 else ""

@@ -146,7 +146,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """
     known = forecast(request, plan)
     run = build_run(request, plan)
-    run.rows_are_auto = plan.rows_are_auto
     mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
     if request.device == "cpu" and mesh.world_size == 1:  # ranks would see each other's load
         spin_less_beside_others(progress, request.began)
@@ -154,7 +153,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     with ExitStack() as stack:
         stack.callback(run.loader.close)
         stack.enter_context(explained(run))
-        stack.enter_context(halving(run))
+        stack.enter_context(halving(run, is_auto=plan.rows_are_auto))
         differences = restore(run, plan, progress)
         observers, uploader = [*request.observers], None
         if mesh.is_main:
@@ -202,7 +201,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(session, stop)
         log.end(summary)
-    if mesh.is_main and log.is_steady and run.config.batch == plan.config.batch:
+    if mesh.is_main and log.is_steady:
         record(run, request, summary, log.cached_s)
     return summary
 

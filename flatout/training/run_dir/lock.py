@@ -73,11 +73,13 @@ def require_held(folder: Path) -> None:
     to each. Raises: RunFailed.
     """
     token = _TOKENS.get(folder.absolute())
+    if token is None:
+        return
     try:
         found = json.loads((folder / LOCK).read_text(encoding="utf-8")).get("token")
     except (OSError, ValueError, AttributeError):
         found = None
-    if token is None or found == token:
+    if found == token:
         return
     if not (folder / LOCK).exists():
         raise RunFailed(
