@@ -149,8 +149,8 @@ class Run:
     elapsed_s: float = 0.0
     best_val_loss: float | None = None
     best_step: int | None = None
-    largest_weight: float | None = None
-    """The largest absolute value of a weight, when it was last looked for."""
+    largest_weight: tuple[int, float] | None = None
+    """The largest absolute value of a weight, and at which step it was last looked for."""
     evaluation_due: bool = False
     """Whether the evaluation after `step` is still to be done, because a stop interrupted it."""
     resumed_from: str | None = None

@@ -115,7 +115,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
         "compile_s": log.compile_s,
         "recompiles": None if log.compile_s is None else log.recompiles,
         "skipped_steps": int(run.guard.skipped),
-        "alarms": log.num_alarms(),
+        "alarms": log.num_alarms,
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,
         "resumed_from": run.resumed_from,

@@ -52,10 +52,14 @@ class Look(NamedTuple):
 def require_sound(run: Run, log: Log) -> None:
     """Check the weights and moments of all ranks, and raise an alarm if the largest weight jumped.
 
-    All ranks call it. Cost: two passes over what a checkpoint contains, some tenths of a second for
-    a gigabyte, and a hundred bytes from each rank.
+    All ranks call it. A second call at the same step, as in the save that follows an evaluation,
+    does nothing. Cost: two passes over what a checkpoint contains, some tenths of a second for a
+    gigabyte, and a hundred bytes from each rank.
     Raises: RunFailed, on all ranks, with the names of tensors and ranks.
     """
+    looked, before = run.largest_weight or (None, 0.0)
+    if looked == run.step:
+        return
     looks = looks_of(run)
     totals: dict[str, int] = {}
     for look in looks.values():
@@ -74,10 +78,17 @@ def require_sound(run: Run, log: Log) -> None:
     if any(len({totals.get(place) for _, totals, *_ in every} - {None}) > 1 for place in places):
         require_equal_copies(run, looks)
     largest, name = max((largest, name) for *_, largest, name in every)
-    before, run.largest_weight = run.largest_weight, largest
+    run.largest_weight = (run.step, largest)
     if before and largest > JUMP * before:
         text = f"The largest weight has grown from {before:.3g} to {largest:.3g}, in {name}."
-        log.event("alarm", metric="largest weight", text=text)
+        log.event(
+            "alarm",
+            kind="largest weight",
+            since_step=looked,
+            usual=before,
+            now=largest,
+            text=text,
+        )
 
 
 def require_equal_copies(run: Run, looks: dict[str, Look]) -> None:
@@ -133,7 +144,7 @@ def looks_of(run: Run) -> dict[str, Look]:
             words = flat.view(WORDS[flat.element_size()] if flat.nbytes % 8 else torch.int64)
             sums.append(words.sum(dtype=torch.int64).to(run.mesh.device))
             low, high = flat.aminmax() if flat.dtype in FLOATS else [torch.zeros(())] * 2
-            norms.append(torch.maximum(-low, high).to(run.mesh.device, torch.float64))
+            norms.append(torch.maximum(-low, high).to(run.mesh.device, torch.float32))
     looks: dict[str, Look] = {}
     for (name, place), total, norm in zip(
         places, torch.stack(sums).tolist(), torch.stack(norms).tolist(), strict=True

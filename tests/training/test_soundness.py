@@ -75,9 +75,10 @@ def test_what_is_not_finite_is_not_saved(tiny_config, tmp_path, faulty, monkeypa
 def test_a_weight_that_jumps_raises_an_alarm(tiny_config, tmp_path, faulty, events):
     faulty(4, lambda run: weight(run)[0, 0].fill_(1e4))
     config = tiny_config(checkpoint__every_steps=2, train__eval_every=0, speedups="none")
-    run_training(config, tmp_path / "run")
+    summary = run_training(config, tmp_path / "run")
     (alarm,) = events(tmp_path / "run", "alarm")
-    assert alarm["step"] == 4
+    assert (alarm["since_step"], alarm["step"], alarm["now"]) == (2, 4, 1e4)
+    assert summary["alarms"] == 1
     assert re.search(r"grown from \d+\.\d+ to 1e\+04, in blocks\.0\.mlp\.up", alarm["text"])
 
 

@@ -109,7 +109,6 @@ class Alarms:
         self._levels = [(series, Level(series.margin)) for series in SERIES]
         self._taken_s = -math.inf
         self._advice = f"`flatout diagnose {in_shell(run_folder)}` finds the cause."
-        self.num_alarms = 0
 
     def see(self, record: Mapping[str, float]) -> list[JsonObject]:
         """Take a line of metrics.jsonl, and return the alarms that begin or are over with it."""
@@ -124,7 +123,6 @@ class Alarms:
                 continue
             change = level.see(step, series.worse * math.log(value))
             if change is not None:
-                self.num_alarms += not change.is_over
                 found.append(self._event(series, step, change))
         return found
 

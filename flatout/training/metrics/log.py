@@ -127,6 +127,8 @@ class Log:
         self.bad_steps = BadSteps()
         """The last steps in a row whose updates were skipped, as far as they are known."""
         self._alarms = Alarms(run.folder) if run.mesh.is_main else None
+        self.num_alarms = 0
+        """Alarms in events.jsonl that this process raised."""
         path = Path(run.resumed_from) if run.resumed_from else None
         saved = read_info(path) if path and is_own(path, run.folder) else None
         self.records = Records(run.folder, run.step, saved) if run.mesh.is_main else None
@@ -201,6 +203,7 @@ class Log:
             return
         line: JsonObject = {"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields}
         event = {"event": kind, "time": time.time(), **line}
+        self.num_alarms += kind == "alarm"
         self._events.append(event)
         self._tell_refusal(self._events)
         for observer in self._observers:
@@ -280,10 +283,6 @@ class Log:
         none: dict[str, float] = {}
         found = self._beside("memory", partial(memory_gib, self._run.mesh.device), none)
         return found.get("mem/peak_gib")
-
-    def num_alarms(self) -> int | None:
-        """Return how many alarms this process raised. None on ranks that do not watch."""
-        return self._alarms.num_alarms if self._alarms else None
 
     def mfu(self, flops_per_s: float) -> float | None:
         """Return the model FLOPs utilisation at `flops_per_s`, causal-exact, over all ranks.
