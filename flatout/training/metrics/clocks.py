@@ -6,11 +6,10 @@ concurrently, a step takes as long as the slower of the two, and timing makes ne
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,19 +32,11 @@ class TimeBreakdown:
     """Time that the host spent waiting for the device: steps on a CPU, readbacks on a GPU."""
     device_s: float = 0.0
     """Time that the device spent on steps."""
-    tokens: int = 0
-    """Targets in the steps, without padding."""
 
     @property
     def host_s(self) -> float:
         """Time of host work: queueing kernels (on a GPU), the loop, logging."""
         return max(self.train_s - self.wait_s - self.blocked_s, 0.0)
-
-    def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
-        return TimeBreakdown(*map(operator.add, astuple(self), astuple(other)))
-
-    def __sub__(self, other: TimeBreakdown) -> TimeBreakdown:
-        return TimeBreakdown(*map(operator.sub, astuple(self), astuple(other)))
 
     def step_figures(self) -> dict[str, float]:
         """Return the means per step, under their names in metrics.jsonl."""
@@ -142,6 +133,4 @@ class Interval:
 
     def host_times(self, now_s: float) -> TimeBreakdown:
         """Return the breakdown as the host knows it, without the device time."""
-        return TimeBreakdown(
-            self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens
-        )
+        return TimeBreakdown(self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s)

@@ -104,7 +104,6 @@ class Log:
         others: Callable[[], OtherProcesses | None] = OtherProcesses
         self._others = self._beside("the load of other processes", others, None)
         self._pending: dict[int, PendingRecord] = {}
-        self._recorded = TimeBreakdown()
         self.clock = StepClock(run.mesh.device)
         """Entered around `train_step`."""
         self._flops_per_token = functools.cache(run.core.flops_per_token)
@@ -270,14 +269,6 @@ class Log:
         for observer in self._observers:
             observer.on_end(summary)
 
-    def time_breakdown(self) -> TimeBreakdown:
-        """Return the time breakdown of this process's steps so far. Waits for the device."""
-        self._wait_for_device()
-        self.write_pending()
-        self._collect_spans()
-        interval = self._interval.host_times(time.perf_counter())
-        return self._recorded + replace(interval, device_s=device_seconds(self._interval.spans))
-
     def peak_gib(self) -> float | None:
         """Return the peak memory so far: the device's, or this process's on a CPU."""
         none: dict[str, float] = {}
@@ -370,7 +361,6 @@ class Log:
                 del figures[SKIPPED]
             pending = self._pending.pop(step)
             times = replace(pending.host_times, device_s=device_seconds(pending.spans))
-            self._recorded += times
             if math.isfinite(figures["train/loss"]):
                 self.train_loss = figures["train/loss"]
             self._write(pending.figures | times.step_figures() | figures)
