@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 
 import psutil
 
 MOST_FILES = 65_536
+
+_process = lru_cache(psutil.Process)
+"""A process by its number. To make one takes longer than the other work for a limit."""
 
 
 @contextmanager
@@ -18,17 +23,17 @@ def limited(cpu_s: float, memory_bytes: int) -> Iterator[None]:
     """Raise TimeoutError or MemoryError in the block when it takes more CPU time or memory.
 
     The time is limited in the main thread only, and the memory where the system reports how much
-    is in use.
+    is in use. Cost: about 25 microseconds.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    in_use = getattr(psutil.Process().memory_info(), "data", None)
+    in_use = getattr(_process(os.getpid()).memory_info(), "data", None)
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGVTALRM, _too_slow) if is_main else None
     try:
         if in_use is not None:
-            finite = (bound for bound in before if bound != resource.RLIM_INFINITY)
-            most = min([in_use + memory_bytes, *finite])
-            resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
+            bounds = [bound for bound in before if bound >= 0]  # -1: there is none
+            lower = min([*bounds, in_use + memory_bytes]), before[1]
+            resource.setrlimit(resource.RLIMIT_DATA, lower)
         if is_main:
             signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
         yield
@@ -49,7 +54,7 @@ def allow_open_files() -> None:
     A mapped file stays open, and systems allow 256 or 1,024 by default.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    wanted = min(hard, MOST_FILES) if hard >= 0 else MOST_FILES
+    if 0 <= soft < wanted:
         with suppress(OSError, ValueError):  # macOS may have a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
