@@ -39,6 +39,7 @@ from flatout.storage.files import (
     Stored,
     Unfinished,
     check_blocks,
+    entry_of,
     sync,
     write_text,
     write_whole,
@@ -86,7 +87,11 @@ def join(
         manifest = Manifest(
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
-            tokenizer=TokenizerEntry(name=tokenizer.name, digest=tokenizer.digest()),
+            tokenizer=TokenizerEntry(
+                name=tokenizer.name,
+                digest=tokenizer.digest(),
+                files=(entry_of(work.joined / TOKENIZER),),
+            ),
             splits=splits,
             source=dict(source),
             split_rule=split_rule,

@@ -37,7 +37,6 @@ from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse
 from flatout.progress import SILENT
 from flatout.storage.cache import default_cache
-from flatout.storage.files import entry_of
 from flatout.storage.remote.folder import CLAIM, Claim, RemoteFolder, push
 from flatout.storage.remote.parallel import transfer_all
 from flatout.storage.remote.reading import read_if_there, read_remote
@@ -100,7 +99,7 @@ def prepare_upload(
                 manifest, _ = prepare_request(request, folder, workers, engine)
             content = (folder / MANIFEST).read_bytes()
             digest = hashlib.sha256(content).hexdigest()
-            entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
+            entries = manifest.files
             num_bytes = sum(entry.size_bytes for entry in entries)
             own = Claim(manifest=digest, source=manifest.source)
             with push(remote, content, own, claim) as sent:  # what an earlier call has sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry
 from flatout.storage.files import Array as Array
+from flatout.storage.files import entry_of
 
 PREPARE_AGAIN = "The directory is damaged: delete it and run `flatout prepare` again."
 
@@ -29,17 +29,20 @@ class Problem(NamedTuple):
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     """Yield the problems with a directory's file sizes, manifest and tokenizer."""
+    found = set()
     for entry in manifest.files:
         if what := _size_problem(folder / entry.name, entry):
+            found.add(entry.name)
             yield Problem(entry.name, what)
     yield from manifest_problems(folder, manifest)
-    path = folder / manifest.tokenizer.file
-    try:
-        if what := tokenizer_problem(path, manifest.tokenizer.digest):
-            yield Problem(path.name, what)
-    except OSError as error:
-        what = f"{path} cannot be read: {error.strerror or error}."
-        yield Problem(path.name, what, "Check its permissions.")
+    for entry in manifest.tokenizer.files:
+        path = folder / entry.name
+        try:
+            if entry.name not in found and entry_of(path) != entry:
+                yield Problem(entry.name, f"{path} is not the tokenizer that made these tokens.")
+        except OSError as error:
+            what = f"{path} cannot be read: {error.strerror or error}."
+            yield Problem(entry.name, what, "Check its permissions.")
 
 
 def file_problem(path: Path, entry: FileEntry) -> str | None:
@@ -47,15 +50,6 @@ def file_problem(path: Path, entry: FileEntry) -> str | None:
     return _size_problem(path, entry) or next(
         (problem for _, problem in local_blocks(path, entry) if problem), None
     )
-
-
-def tokenizer_problem(path: Path, digest: str) -> str | None:
-    """Return what is wrong with a dataset's tokenizer file, or None."""
-    if not path.is_file():
-        return f"{path} is missing."
-    if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-        return f"{path} is not the tokenizer that made these tokens."
-    return None
 
 
 def _size_problem(path: Path, entry: FileEntry) -> str | None:

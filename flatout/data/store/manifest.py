@@ -53,14 +53,14 @@ class SplitEntry(Stored):
 
 
 class TokenizerEntry(Stored):
-    """The dataset's tokenizer file."""
+    """The dataset's tokenizer."""
 
     name: str
     """Name of the tokenizer."""
-    file: str = Field(TOKENIZER, pattern=r"^\w[\w.-]*$")
-    """File name inside the directory."""
     digest: str
-    """SHA-256 of that file."""
+    """SHA-256 of its files, one after the other."""
+    files: tuple[FileEntry, ...]
+    """TOKENIZER, and tokenizer_config.json if there is one."""
 
 
 def storable(name: str) -> str:
@@ -139,12 +139,13 @@ class Manifest(Stored):
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file in the directory except the tokenizer and the manifest."""
-        return tuple(
+        """Every file in the directory except the manifest."""
+        entries = (
             entry
             for split in self.splits.values()
             for entry in (*split.shards, *split.masks, split.document_ends)
         )
+        return (*entries, *self.tokenizer.files)
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from flatout.data.store.integrity import Array
-from flatout.data.store.manifest import SplitName
+from flatout.data.store.manifest import TOKENIZER, SplitName
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError, in_shell
@@ -299,5 +299,5 @@ def _require_same_tokenizer(first: Dataset, other: Dataset) -> None:
             f"{mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
             f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
             fix="Prepare the second again with the tokenizer of the first: "
-            f"--tokenizer {in_shell(first.path / mine.tokenizer.file)}.",
+            f"--tokenizer {in_shell(first.path / TOKENIZER)}.",
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from flatout.data.store.integrity import file_problem, file_problems, tokenizer_problem
+from flatout.data.store.integrity import file_problem, file_problems
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, in_shell, without_secrets
@@ -197,8 +197,6 @@ def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: P
         Wanted(entry.name, entry.size_bytes, partial(file_problem, entry=entry))
         for entry in manifest.files
     ]
-    tokenizer = manifest.tokenizer
-    files.append(Wanted(tokenizer.file, None, partial(tokenizer_problem, digest=tokenizer.digest)))
     with explaining_cache_errors(copy):
         pull(
             url,

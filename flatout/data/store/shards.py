@@ -24,7 +24,14 @@ from flatout.data.store.integrity import (
     file_problems,
     token_check,
 )
-from flatout.data.store.manifest import FileEntry, Manifest, SplitEntry, SplitName, read_manifest
+from flatout.data.store.manifest import (
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    SplitEntry,
+    SplitName,
+    read_manifest,
+)
 from flatout.data.store.order import shuffled
 from flatout.data.store.sharded_array import ShardedArray
 from flatout.errors import DataError
@@ -71,9 +78,7 @@ class Dataset:
         """The tokenizer in the directory, loaded on first use."""
         from flatout.data.tokenizers import load_tokenizer  # reading tokens does not need it
 
-        return load_tokenizer(
-            self.path / self.manifest.tokenizer.file, sha256=self.manifest.tokenizer.digest
-        )
+        return load_tokenizer(self.path / TOKENIZER, sha256=self.manifest.tokenizer.digest)
 
     @cached_property
     def digests(self) -> dict[SplitName, str]:

@@ -23,7 +23,7 @@ from flatout.data.store.integrity import (
     manifest_problems,
     token_check,
 )
-from flatout.data.store.manifest import FileEntry, Manifest, SplitName, read_manifest
+from flatout.data.store.manifest import TOKENIZER, FileEntry, Manifest, SplitName, read_manifest
 from flatout.data.store.remote import remote_manifest
 from flatout.data.tokenizers import parse_tokenizer
 from flatout.errors import DataError, FlatoutError
@@ -60,7 +60,7 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
     folder = expanded(folder)
     manifest = read_manifest(folder)
     problems = list(file_problems(folder, manifest))
-    path = folder / manifest.tokenizer.file
+    path = folder / TOKENIZER
     if all(problem.name != path.name for problem in problems):
         problems += _tokenizer_problems(path.read_bytes(), str(path), manifest)
     return _verify(
@@ -134,36 +134,34 @@ def _verify(
     transfer_all(f"Reading {origin}", jobs, num_bytes, progress)
     return Verified(
         (*(problem.what for problem in found), *chain.from_iterable(problems)),
-        len(manifest.files) + 1,
+        len(manifest.files),
         len(sizes),
         sum(sizes),
     )
 
 
 def _remote_tokenizer_problems(url: str, manifest: Manifest) -> list[Problem]:
-    name = manifest.tokenizer.file
+    where = f"{url}/{TOKENIZER}"
     try:
-        content = read_remote(f"{url}/{name}")
+        contents = [read_remote(f"{url}/{entry.name}") for entry in manifest.tokenizer.files]
     except Unreachable:
         raise
     except DataError as error:
-        return [Problem(name, error.what)]
-    where = f"{url}/{name}"
-    if hashlib.sha256(content).hexdigest() != manifest.tokenizer.digest:
-        return [Problem(name, f"{where} is not the tokenizer that made these tokens.")]
-    return list(_tokenizer_problems(content, where, manifest))
+        return [Problem(TOKENIZER, error.what)]
+    if hashlib.sha256(b"".join(contents)).hexdigest() != manifest.tokenizer.digest:
+        return [Problem(TOKENIZER, f"{where} is not the tokenizer that made these tokens.")]
+    return list(_tokenizer_problems(contents[0], where, manifest))
 
 
 def _tokenizer_problems(content: bytes, where: str, manifest: Manifest) -> Iterator[Problem]:
-    name = manifest.tokenizer.file
     try:
         tokenizer = parse_tokenizer(content, where)
     except FlatoutError as error:
-        yield Problem(name, error.what)
+        yield Problem(TOKENIZER, error.what)
         return
     if tokenizer.vocab_size != manifest.vocab_size:
         yield Problem(
-            name,
+            TOKENIZER,
             f"{where} has {tokenizer.vocab_size:,} tokens. "
             f"The manifest lists {manifest.vocab_size:,}.",
         )

@@ -20,14 +20,14 @@ def test_a_tokenizer_without_read_permission_is_a_separate_problem(tmp_path, mon
             split.append(np.array([1, 2, 256]), [3], text_bytes=2)
         manifest = writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
     assert list(file_problems(tmp_path / "set", manifest)) == []
-    read = Path.read_bytes
+    opened = Path.open
 
-    def closed(path):
+    def closed(path, *how):
         if path.name == "tokenizer.json":
             raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
+        return opened(path, *how)
 
-    monkeypatch.setattr(Path, "read_bytes", closed)
+    monkeypatch.setattr(Path, "open", closed)
     (problem,) = file_problems(tmp_path / "set", manifest)
     assert (problem.name, problem.fix) == ("tokenizer.json", "Check its permissions.")
     assert verify_dataset(tmp_path / "set").problems == (

@@ -71,7 +71,7 @@ def test_all_damage_is_listed(folder):
     wanted = [
         "val-00000.bin has 5 bytes. The manifest lists 600 bytes.",
         "val-00000.mask.bin is missing. The manifest lists 300 bytes.",
-        "tokenizer.json is not the tokenizer that made these tokens.",
+        "tokenizer.json has 2 bytes. The manifest lists",
         f"train-00000.bin, byte {BLOCK_BYTES}: the 4096-byte block at this offset fails its "
         "checksum.",
         "train-00000.mask.bin, byte 0: the ",
