@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from flatout.assembly.run import Run
-from flatout.config.sections import TrainConfig
 from flatout.distributed.rendezvous import expect_steps
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
 from flatout.training.metrics.log import require_finite
+from flatout.training.run_dir.start import out_of_patience
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
 from flatout.training.session import Session
 from flatout.training.signals import WorkInterrupted
@@ -84,13 +84,6 @@ def due(every: int | None, run: Run) -> bool:
 def ends_early(run: Run) -> bool:
     """Return whether patience ran out before the last step. All ranks have the same losses."""
     return run.step < run.last_step and out_of_patience(run.config.train, run.step, run.best_step)
-
-
-def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> bool:
-    """Return whether the last `train.patience` evaluations did not improve on the best one."""
-    if not train.patience or not train.eval_every or best_step is None:
-        return False
-    return step - best_step >= train.patience * train.eval_every
 
 
 def eval_tokens(run: Run) -> int | None:

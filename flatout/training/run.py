@@ -62,7 +62,7 @@ from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, requir
 from flatout.training.saving import closing_saver, environment_of, save_last
 from flatout.training.session import RunRequest, Session
 from flatout.training.signals import StopRequests, WorkInterrupted
-from flatout.training.upload.uploader import claimed, sending
+from flatout.training.upload.uploader import claimed, send_rest, sending
 from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
@@ -124,6 +124,8 @@ def run_training(
         while True:
             plan = agree_on_plan(request)
             if plan.summary is not None:
+                if ranks.rank == 0:
+                    send_rest(folder, plan.config.checkpoint, progress)
                 return plan.summary
             require_shared(ranks, folder / layout.LOCK)
             try:
@@ -332,7 +334,8 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
         needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most
         layout.require_free_disk(folder, needed_bytes)
         if plan.longer is not None:
-            plan.longer.store(folder, progress=progress)
+            layout.write_config(folder, plan.longer.config)
+            layout.write_requested(folder, plan.longer.requested)
         if plan.requested is not None:
             layout.write_config(folder, plan.config, requested=plan.requested)
             keep_text_format(run.dataset, folder, progress=progress)

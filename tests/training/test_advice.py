@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import read_manifest
-from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, UntrustedCode
+from flatout.errors import CheckpointError, DataError, RunFailed, UntrustedCode
 from flatout.training import run as training
-from flatout.training.run_dir import layout, resume
+from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import in_use
 from flatout.training.run_dir.resume import config_to_resume
-from flatout.training.run_plan import how_to_train_on
 
 AWKWARD_NAME = "my runs/$(touch X) it's"
-STEP = Path("checkpoints/step-2")
 
 
 def words(advice, first):
@@ -36,33 +33,6 @@ def edited(tmp_path):
     path = tmp_path / AWKWARD_NAME / "config.yaml"
     path.parent.mkdir(parents=True)
     return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "advice"),
-    [("cosine", "a new run"), ("linear", "a new run"), ("constant", "set train.steps to more")],
-)
-def test_a_rate_that_depends_on_the_length_needs_another_run(kind, advice):
-    finished = config(f"schedule.kind={kind}")
-    assert advice in how_to_train_on(Path("runs/a"), finished, STEP, {})
-
-
-def test_commands_for_finished_and_longer_runs_quote_the_path():
-    more = how_to_train_on(Path(AWKWARD_NAME), config(), STEP, {})
-    found = words(more.partition(", with")[0], "--resume")
-    assert found == ["--resume", AWKWARD_NAME, "--run-dir", "DIR"]
-    bound = resume._bound_to_its_length(Path(AWKWARD_NAME), config(), config("train.steps=9"), 1, 2)
-    found = words(bound.fix.partition(" to the same")[0], "--resume")
-    assert found == ["--resume", AWKWARD_NAME, "--run-dir", f"{AWKWARD_NAME}-9"]
-
-
-def test_the_command_after_a_contradiction_quotes_the_path(tmp_path, monkeypatch):
-    layout.write_config(tmp_path / AWKWARD_NAME, config("optim.lr=0.001"))
-    monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
-    with pytest.raises(ConfigError) as refused:
-        config_to_resume(tmp_path / AWKWARD_NAME, config("optim.lr=0.01"))
-    found = words(refused.value.fix.partition(" starts")[0], "--resume")
-    assert found == ["--resume", str(tmp_path / AWKWARD_NAME), "--run-dir", "DIR"]
 
 
 def test_commands_for_a_missing_dataset_quote_the_path(tmp_path):

@@ -111,9 +111,6 @@ class RunsResult(Result):
     """One object per run."""
     checkpoints: Annotated[tuple[CheckpointItem, ...], Show(record=lambda _: "")] = ()
     """Of the run that was named, by step."""
-    aside: tuple[str, ...] = ()
-    """The directories of its checkpoints that were set aside: the run went back to an earlier step.
-    They do not count, and take space."""
     removed: tuple[str, ...] = ()
     """The directories that this command deleted."""
 
@@ -127,11 +124,6 @@ class RunsResult(Result):
         notes += [item.problems[0] for item in self.checkpoints if item.problems]
         if self.checkpoints:
             notes.append(f"`flatout verify {run}` reads every file of the checkpoints.")
-        if self.aside:
-            notes.append(
-                f"Set aside, since the run went back to an earlier step: {', '.join(self.aside)}. "
-                f"`flatout runs {run} --keep N` deletes them too."
-            )
         return notes
 
 
@@ -181,7 +173,6 @@ def runs(
     return RunsResult(
         items=items,
         checkpoints=tuple(checkpoint_items(root)),
-        aside=tuple(map(str, catalog.aside_paths(root))),
         removed=tuple(map(str, removed)),
     )
 
@@ -246,7 +237,7 @@ def _since(then_s: float) -> float:
 
 
 def _prune(run: Path, keep: int, progress: Progress) -> list[Path]:
-    """Delete checkpoints of a run, also those that were set aside, and return their paths.
+    """Delete checkpoints of a run, and return their paths.
 
     Raises: CheckpointError when a process trains in the run directory.
     """
@@ -263,10 +254,7 @@ def _prune(run: Path, keep: int, progress: Progress) -> list[Path]:
         every = config.checkpoint.keep_every if config else None
         valid = {Path(item.path) for item in items if item.valid}
         deleted = catalog.prune(run, keep, best, every, is_complete=valid.__contains__)
-        aside = list(catalog.aside_paths(run))
-        for path in aside:
-            catalog.delete_aside(path)
-    return [*(catalog.checkpoint_path(run, step) for step in deleted), *aside]
+    return [catalog.checkpoint_path(run, step) for step in deleted]
 
 
 def differing(configurations: Sequence[JsonObject]) -> list[JsonObject]:

@@ -1,7 +1,7 @@
 """The checkpoints of a run: which exist, are complete, and stay. No torch: listing is fast.
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
-names, those from an abandoned branch of the run have `.aside-`. Neither counts as a checkpoint.
+names, and do not count as checkpoints.
 The functions take the run directory, whose checkpoints are in `checkpoints`, a directory or a link
 to one.
 """
@@ -181,11 +181,8 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def has_saved(run_folder: Path) -> bool:
-    """Return whether the run ever saved: it has checkpoints, complete, replaced or set aside."""
-    folder = run_folder / CHECKPOINTS
-    return bool(steps(run_folder)) or any(
-        True for kind in ("tmp-old", "aside") for _ in folder.glob(f"step-*.{kind}-*")
-    )
+    """Return whether the run ever saved: it has checkpoints, complete or being replaced."""
+    return bool(steps(run_folder)) or any((run_folder / CHECKPOINTS).glob("step-*.tmp-old-*"))
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
@@ -468,14 +465,14 @@ def remove_leftovers(run_folder: Path) -> list[str]:
     return removed
 
 
-def set_aside(run_folder: Path, *, after: int) -> list[Path]:
-    """Rename the checkpoints of steps later than `after`, and return their new paths.
+def delete_later(run_folder: Path, step: int) -> None:
+    """Delete checkpoints of later steps than the one just saved.
 
-    They belong to a branch that the run abandoned by resuming from an earlier step. They no longer
-    count, but nothing is deleted.
+    The run resumed before them because they were damaged.
     """
-    later = [checkpoint_path(run_folder, step) for step in steps(run_folder) if step > after]
-    return [path.rename(renamed(path, "aside")) for path in later]
+    for later in steps(run_folder):
+        if later > step:
+            _delete(checkpoint_path(run_folder, later))
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -548,25 +545,6 @@ def _delete(checkpoint: Path) -> bool:
 def is_kept_for_good(step: int, keep_every: int | None) -> bool:
     """Return whether `checkpoint.keep_every` keeps the checkpoint of a step."""
     return bool(keep_every) and step > 0 and step % (keep_every or 1) == 0
-
-
-def aside_paths(run_folder: Path) -> list[Path]:
-    """Return the checkpoints that were set aside, by step."""
-    found = (run_folder / CHECKPOINTS).glob("step-*.aside-*")
-    own = [
-        (int(match[1]), path)
-        for path in found
-        if (match := _STEP.fullmatch(path.name.partition(".")[0]))
-        and path.is_dir()
-        and not path.is_symlink()
-    ]
-    return [path for _, path in sorted(own)]
-
-
-def delete_aside(path: Path) -> None:
-    """Delete a checkpoint that was set aside. After a kill, the run's next start does the rest."""
-    original = path.with_name(path.name.partition(".")[0])
-    shutil.rmtree(path.rename(renamed(original, "tmp-delete")))
 
 
 def steps_between_saves(config: CheckpointConfig, steps_per_epoch: float) -> int | None:

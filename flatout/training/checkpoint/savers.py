@@ -77,8 +77,6 @@ class _Pending:
     blocked_s: float = 0.0
     is_copied: bool = False
     is_abandoned: bool = False
-    aside: list[Path] = field(default_factory=list)
-    """New paths of the checkpoints of later steps, which were set aside."""
     remaining: list[Callable[[], object]] = field(default_factory=list)
     """The stages that have not been started."""
     job: Job = field(default_factory=Job)
@@ -137,8 +135,7 @@ class Saver:
         """Write the state as `step-N`, or start to, and then delete what `prune` does not keep.
 
         `environment` (`hardware.fingerprint()`) is stored, so that `load` can report changes, and
-        `info` for lists of checkpoints. Checkpoints of later steps, from an abandoned branch of the
-        run, are set aside.
+        `info` for lists of checkpoints. Checkpoints of later steps are deleted.
 
         Raises: on every rank, also for the previous save: RunFailed when a file cannot be written;
                 CheckpointError when the state contains something that a checkpoint cannot store.
@@ -177,7 +174,7 @@ class Saver:
             if pending.is_abandoned:
                 pending.remove()
             elif mesh.is_main:
-                pending.aside += complete(snapshot, pending.temporary, path, run.folder)
+                complete(snapshot, pending.temporary, path, run.folder)
                 prune(run.folder, keep, best_step, keep_every)
 
         def write_and_merge() -> None:
@@ -281,8 +278,6 @@ class Saver:
     def _record(self, pending: _Pending, progress: Progress) -> None:
         seconds = time.perf_counter() - pending.began_s
         self._saved.append(Saved(pending.step, pending.path, seconds, pending.blocked_s))
-        for path in pending.aside:
-            progress.say(f"Set {path.name} aside: its step is later than this run has reached.")
 
 
 @dataclass(frozen=True)
@@ -357,11 +352,10 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
     _write(_share(temporary, snapshot.rank), share)
 
 
-def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> list[Path]:
+def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> None:
     """Merge the shares of all ranks into the checkpoint `final`. Rank 0 only.
 
     Call it after every rank has written its share.
-    Returns: the new paths of the checkpoints of later steps, which are set aside.
     """
     paths = [_share(temporary, rank) for rank in range(snapshot.world_size)]
     shares = [read_json(path) for path in paths]
@@ -391,9 +385,8 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
     _write(temporary / catalog.MANIFEST, manifest)
     sync(temporary)
     sync_logs(run_folder)
-    aside = catalog.set_aside(run_folder, after=step)
     catalog.publish(temporary, final)
-    return aside
+    catalog.delete_later(run_folder, step)
 
 
 def sync_logs(run_folder: Path) -> None:

@@ -39,7 +39,7 @@ from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Lines, Records
 from flatout.training.run_dir.layout import EVENTS, SKIPPED
-from flatout.training.run_dir.resume import is_own
+from flatout.training.run_dir.start import is_own
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

@@ -195,17 +195,6 @@ def test_keep_deletes_all_but_the_newest_valid_and_the_best(fox):
     assert runs(fox, keep=1).removed == ()
 
 
-def test_keep_also_deletes_what_was_set_aside(fox):
-    (moved,) = catalog.set_aside(fox, after=2)
-    found = runs(fox)
-    assert found.aside == (str(moved),)
-    assert "`flatout runs runs/fox --keep N` deletes them too" in found.summary()
-    found = runs(fox, keep=2)
-    assert (found.removed, found.aside, moved.exists()) == ((str(moved),), (), False)
-    assert f"Deleted {moved}" in found.summary()
-    assert catalog.steps(fox) == [1, 2]
-
-
 def test_nothing_is_deleted_while_the_run_trains_or_through_a_link(fox, tmp_path):
     with hold_lock(fox):
         assert len(runs(fox).checkpoints) == 3

@@ -91,17 +91,6 @@ def test_best_is_none_when_it_is_deleted_or_damaged(tmp_path):
     assert catalog.best(newest) is None
 
 
-def test_set_aside_deletes_nothing(tmp_path):
-    for step in (1, 2, 3):
-        make(tmp_path, step)
-    moved = catalog.set_aside(tmp_path, after=1)
-    assert catalog.steps(tmp_path) == [1]
-    assert sorted(path.name.partition(".")[0] for path in moved) == ["step-2", "step-3"]
-    assert all((path / "manifest.json").exists() for path in moved)
-    assert catalog.remove_leftovers(tmp_path) == []
-    assert all(path.exists() for path in moved)
-
-
 def test_a_replaced_checkpoint_is_deleted(tmp_path):
     make(tmp_path, 5).rename(tmp_path / "checkpoints" / "step-5.tmp-old-aa")
     make(tmp_path, 5)

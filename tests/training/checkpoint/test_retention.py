@@ -4,8 +4,6 @@ from fakes import fake_checkpoint
 from flatout.config.sections import CheckpointConfig
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import (
-    aside_paths,
-    delete_aside,
     most_at_once,
     newest_to_keep,
     prune,
@@ -56,18 +54,6 @@ def test_a_damaged_index_is_no_complete_checkpoint(tmp_path):
         (second / name).write_bytes(b"?" * (second / name).stat().st_size)
         assert prune(tmp_path, 1) == []
     assert catalog.latest(tmp_path) == first
-
-
-def test_checkpoints_set_aside_are_listed_by_step_and_deleted(tmp_path):
-    make(tmp_path, 1, 20, 3)
-    moved = catalog.set_aside(tmp_path, after=1)
-    (tmp_path / "checkpoints" / "step-4.aside-link").symlink_to(tmp_path)
-    assert [path.name.partition(".")[0] for path in aside_paths(tmp_path)] == ["step-3", "step-20"]
-    for path in aside_paths(tmp_path):
-        delete_aside(path)
-    assert not any(path.exists() for path in moved)
-    assert aside_paths(tmp_path / "none") == []
-    assert catalog.steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from flatout.errors import RunFailed
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog, host_copy, read_write, savers, tensors
 from flatout.training.checkpoint.savers import Saver, in_background
-from flatout.training.run_dir.resume import resume_from
 from flatout.training.saving import closing_saver
 
 ENVIRONMENT = {"torch": "2.13"}
@@ -194,7 +193,7 @@ def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoin
         detect(run, saver)
     assert failed.value.fix == "Free space on that disk, then run the same command again."
     assert [p.name for p in path.parent.iterdir()] == ["step-0"]
-    assert resume_from(run.folder) == path
+    assert catalog.latest(run.folder) == path
     saver.wait()
     assert saver.finished() == []
 
@@ -280,18 +279,14 @@ def test_without_memory_for_a_copy_the_loop_writes_the_state(tmp_path, monkeypat
     assert files(catalog.checkpoint_path(run.folder, 1)) == wanted
 
 
-def test_checkpoints_of_an_abandoned_branch_are_set_aside_and_reported(tmp_path, gate):
-    run, saver, progress = build(tmp_path / "run"), in_background(), GateOpener(gate)
-    run.step = 7
+def test_a_save_deletes_checkpoints_of_later_steps(tmp_path, gate):
+    run, saver = build(tmp_path / "run"), in_background()
     gate.set()
-    save(saver, run)
-    saver.wait()
-    run.step = 3
-    save(saver, run)
-    saver.wait(progress)
-    (line,) = progress.lines
-    assert line.startswith("Set step-7.aside-")
-    assert catalog.steps(run.folder) == [3]
+    for step in (7, 3):
+        run.step = step
+        save(saver, run)
+        saver.wait()
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-3"]
 
 
 def test_every_dtype_and_shape_is_copied(tmp_path):
