@@ -36,7 +36,7 @@ from flatout import prepare
 from flatout.assembly.recipe import Speedup, Tolerance, lazy
 from flatout.config.schema import RunConfig, load_config
 from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.tokenizers.char import CharTokenizer
+from flatout.data.tokenizers.make import of_characters
 from flatout.hardware import roofline
 from flatout.hardware.machine import fingerprint, probe
 from flatout.models.language_model import model_of
@@ -146,7 +146,7 @@ def data(kind: str, out: str, vocabulary: str, tokens: str) -> dict[str, Any]:
         prepare("python-stdlib", path, tokenizer=f"train:{size}", max_bytes=4 * count)
         return {"path": out}
     characters = "".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + size - 1)))
-    tokenizer = CharTokenizer(characters)
+    tokenizer = of_characters([characters])
     rng = np.random.default_rng(0)
     with DatasetWriter(path, vocab_size=size) as writer:
         for split, wanted in ((writer.train, count), (writer.val, 4_096)):

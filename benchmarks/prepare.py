@@ -43,7 +43,7 @@ from flatout.data.tokenizers import load_tokenizer
 
 HERE = Path(__file__).parent
 CORPUS_MB = 150
-OURS, ALONE = "flatout", "flatout, tiktoken alone"
+OURS, ALONE = "flatout", "flatout, tokenizers alone"
 NANOGPT, LITDATA, DATATROVE = (
     "datasets.map, tiktoken, memmap",
     "litdata optimize, tiktoken",
@@ -154,7 +154,7 @@ def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
 def loader_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[str, list[float]]:
     """Return the tokens per second of one thread feeding steps.
 
-    Each sequence is tokenised in the step, by three engines, or read from the shards.
+    Each sequence is tokenised in the step, by two engines, or read from the shards.
     """
     plain, fast = load_tokenizer(vocabulary, end_of_text="<|endoftext|>"), load_tokenizer(ranks)
     readers: dict[str, tuple[int, Callable[[], SequenceReader]]] = {
@@ -164,7 +164,6 @@ def loader_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dic
         )
         for engine, steps, tokenizer in (
             ("tokenizers", 300, plain),
-            ("tiktoken", 300, fast),
             ("gigatoken", 1_000, fast),
         )
     }

@@ -169,7 +169,7 @@ def flatout(arguments: argparse.Namespace) -> int:
     return sum(split["tokens"] for split in splits.values())
 
 
-def flatout_tiktoken(arguments: argparse.Namespace) -> int:
+def flatout_tokenizers(arguments: argparse.Namespace) -> int:
     """`flatout prepare` without gigatoken."""
     sys.modules["gigatoken"] = None  # type: ignore[assignment]  # makes every later import fail
     return flatout(arguments)
@@ -177,7 +177,7 @@ def flatout_tiktoken(arguments: argparse.Namespace) -> int:
 
 WAYS: dict[str, Callable[[argparse.Namespace], int]] = {
     "flatout": flatout,
-    "flatout, tiktoken alone": flatout_tiktoken,
+    "flatout, tokenizers alone": flatout_tokenizers,
     "datasets.map, tiktoken, memmap": datasets_map,
     "litdata optimize, tiktoken": litdata,
     "datatrove, tokenizers": datatrove,

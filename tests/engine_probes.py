@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from flatout.data.tokenizers.base import Tokenizer
-from flatout.data.tokenizers.engine_choice import _vocabulary
+from flatout.data.tokenizers import Tokenizer
+from flatout.data.tokenizers.engine_choice import vocabulary_texts
 
 CORNERS = (
     "",
@@ -40,7 +41,7 @@ def probes(tokenizer: Tokenizer) -> Iterator[str]:
     yield "".join(CORNERS)
     yield from _literals(tokenizer)
     yield from _every_character()
-    yield from _vocabulary(tokenizer)
+    yield from vocabulary_texts(tokenizer)
     yield from (piece * (_LONG_CHARACTERS // len(piece)) + "x" for piece in _LONG)
     yield "ab" * (_VERY_LONG_CHARACTERS // 2)
     yield from _random(tokenizer)
@@ -57,10 +58,8 @@ def _literals(tokenizer: Tokenizer) -> Iterator[str]:
 
 def _literal_tokens(tokenizer: Tokenizer) -> Iterable[str]:
     """Return end-of-text and at most 64 tokens that the file adds to its vocabulary."""
-    document = tokenizer.document().get("tokenizer", {})
-    added = [str(entry["content"]) for entry in document.get("added_tokens") or []]
-    end = tokenizer.decode([tokenizer.eot_id])
-    return dict.fromkeys([end, "<|endoftext|>", *added[:32], *added[-32:]])
+    added = [entry["content"] for entry in json.loads(tokenizer.content)["added_tokens"]]
+    return dict.fromkeys(["<|endoftext|>", *added[:32], *added[-32:]])
 
 
 def _every_character() -> Iterator[str]:

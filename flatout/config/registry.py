@@ -329,7 +329,6 @@ SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "tolerance"))
 TOKEN_FORMATS = Folder(
     "data/token_formats", "FORMAT", "token format", has=("takes", "files", "open")
 )
-TOKENIZERS = Folder("data/tokenizers", "TOKENIZER", "tokenizer")
 DATASETS = YamlFolder("data/datasets", "dataset")
 MACHINES = YamlTable("hardware/machines.yaml")
 RECIPES = YamlFolder("config/recipes", "recipe")

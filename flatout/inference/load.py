@@ -18,7 +18,6 @@ from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
 from flatout.hardware.machine import pick_device, probe
 from flatout.models.families.export_mark import require_as_exported
-from flatout.models.families.exported import OWN_TOKENIZER
 from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import LanguageModel
 from flatout.models.meta import allocate, new_model
@@ -155,9 +154,8 @@ def load_model(
     with progress.task(f"Loading {found.path.name}"):
         built.load_state_dict({name: weights.read(name) for name in weights.names()})
         built.to(device).eval()
-    names = (TOKENIZER, OWN_TOKENIZER)
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
-    if path is None:
+    path = folder / TOKENIZER
+    if not path.is_file():
         raise DataError(
             f"{folder} has no {TOKENIZER}, so its tokens have no text.",
             fix=f"Copy the {TOKENIZER} of the model there.",

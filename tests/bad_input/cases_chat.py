@@ -4,7 +4,7 @@ import json
 
 from case import Case, World
 
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 
 NEW = "--out data/new --tokenizer byte"
 
@@ -38,7 +38,7 @@ def template(text: str):
 
 
 def special_row(world: World) -> None:
-    world.write("tokenizer.json", json.dumps(ByteTokenizer().tokenizer_json()))
+    world.write("tokenizer.json", of_bytes().content.decode())
     world.write("chat.jsonl", GOOD + row(("user", "a<|endoftext|>"), ("assistant", "Hello")))
 
 

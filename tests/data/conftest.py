@@ -25,6 +25,8 @@ CONTENT = b'{"stub": true}'
 class StubTokenizer:
     """Enough of a tokenizer to write a dataset. Every token is one letter."""
 
+    engine = "stub"
+
     name = "stub"
     eot_id = 0
 

@@ -19,7 +19,7 @@ from flatout.data.prepare.pack.work_items import ByHash, WorkItem
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
 from flatout.data.sources import file_reading, files, long
-from flatout.data.tokenizers import base
+from flatout.data.tokenizers import tokenizer as tokenizing
 from flatout.errors import DataError
 from flatout.storage import files as disk
 from flatout.storage.files import Unfinished
@@ -69,8 +69,8 @@ def in_chunks(monkeypatch):
         monkeypatch.setattr(tokenize, "HELD_CHARACTERS", 500)
         monkeypatch.setattr(tokenize, "HELD_TOKENS", 64)
         monkeypatch.setattr(tokenize, "PIECES_PER_REPORT", 2)
-        monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
-        monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 20)
+        monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 40)
+        monkeypatch.setattr(tokenizing, "LOOKAHEAD_CHARACTERS", 20)
 
     return begin
 
@@ -145,9 +145,9 @@ def nowhere_to_cut(folder):
 def test_an_unusable_long_text_is_one_bad_row_and_leaves_no_tokens(
     corpus, tmp_path, in_chunks, monkeypatch, spoil, tokenizer, said, options
 ):
-    monkeypatch.setattr(base, "MAX_PIECE_CHARACTERS", 2_000)
-    monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 20)
-    monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(tokenizing, "MAX_PIECE_CHARACTERS", 2_000)
+    monkeypatch.setattr(tokenizing, "LOOKAHEAD_CHARACTERS", 20)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 40)
     spoil(corpus)
     errors = []
     for out, begin in (("whole", lambda: None), ("chunks", in_chunks)):

@@ -5,10 +5,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
 from flatout.data.tokenizers import parse_tokenizer
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 from flatout.models.language_model import RecomputingDecoder
 
-EOT = ByteTokenizer().eot_id
+EOT = of_bytes().eot_id
 SPACED = ["\u2581the", "\u2581cat", "\u2581sat", "\u2581on", "\u2581mat", "s", "."]
 
 

@@ -12,7 +12,7 @@ from scripted import EOT, Script
 from flatout.data.conversation.templates import ChatTemplate, named_template, template_beside
 from flatout.data.conversation.turns import BadConversation
 from flatout.data.tokenizers import load_tokenizer
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 from flatout.errors import ConfigError, DataError
 from flatout.inference.chat import ChatSession
 from flatout.inference.generate import Sampling
@@ -47,7 +47,7 @@ class Model(Script):
 
 def session(model, template=PLAIN, seq_len=1000, **options):
     options.setdefault("sampling", Sampling(temperature=0))
-    return ChatSession(model, ByteTokenizer(), seq_len, template, **options)
+    return ChatSession(model, of_bytes(), seq_len, template, **options)
 
 
 class OnMac(Model):

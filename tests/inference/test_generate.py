@@ -9,7 +9,7 @@ import torch
 from scripted import EOT, Script, wordpiece
 from torch import nn
 
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 from flatout.inference.generate import Context, Sampling, draw_token, sample, tokens_after
 from flatout.models.language_model import Decoder, LanguageModel
 from flatout.models.transformer import Transformer
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def generated(text, prompt="", **sampling):
     model = Script(text.encode())
-    return "".join(sample(model, ByteTokenizer(), prompt, Sampling(**sampling)))
+    return "".join(sample(model, of_bytes(), prompt, Sampling(**sampling)))
 
 
 def greedy(logits_V):
@@ -41,7 +41,7 @@ def test_rows_of_a_padded_vocabulary_are_never_drawn():
 
 def test_an_empty_prompt_starts_a_document():
     model = Script(b"ab")
-    list(sample(model, ByteTokenizer(), ""))
+    list(sample(model, of_bytes(), ""))
     assert model.seen == [[EOT], [EOT, *b"a"], [EOT, *b"ab"]]
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_without_tokens_starts_a_document():
 
 def test_a_full_context_restarts_from_its_second_half():
     model = Script(b"0123456789abcdef")
-    list(sample(model, ByteTokenizer(), ""))
+    list(sample(model, of_bytes(), ""))
     assert model.seen[7] == [EOT, *b"0123456"]
     contexts = (b"4567", b"45678", b"456789", b"456789a", b"456789ab", b"9abc")
     assert model.seen[8:14] == [list(context) for context in contexts]
@@ -67,7 +67,7 @@ def test_a_full_context_restarts_from_its_second_half():
 )
 def test_a_prompt_longer_than_the_context_loses_its_beginning(max_context, seen):
     model = Script(b"ab")
-    list(sample(model, ByteTokenizer(), "a long prompt", max_context=max_context))
+    list(sample(model, of_bytes(), "a long prompt", max_context=max_context))
     assert model.seen[: len(seen)] == [list(context) for context in seen]
 
 
@@ -97,7 +97,7 @@ def noisy_sample(seed, **options):
     before = torch.random.get_rng_state()
     model = Script(b"a" * 40, noise=0.3, vocab_size=257)
     sampling = Sampling(temperature=1.5, max_tokens=30, seed=seed, **options)
-    text = "".join(sample(model, ByteTokenizer(), "", sampling))
+    text = "".join(sample(model, of_bytes(), "", sampling))
     assert torch.equal(torch.random.get_rng_state(), before), "the run's generator is not used"
     return text
 
@@ -150,7 +150,7 @@ def test_a_low_temperature_draws_the_most_likely_token(temperature, top_k):
 def test_sampling_restores_training_mode():
     model = Script(b"ab")
     model.train()
-    list(sample(model, ByteTokenizer()))
+    list(sample(model, of_bytes()))
     assert model.training
 
 

@@ -84,7 +84,7 @@ def test_changed_training_settings_do_not_prevent_loading(copied_run):
 @pytest.mark.slow
 def test_a_damaged_tokenizer_is_detected_by_every_use_of_the_run(copied_run):
     path = copied_run / "tokenizer.json"
-    edit(path, "Tab", "Uab")
+    edit(path, '"version":', '"version": ')
     for use in (load.load_run, evaluate, generate):
         with pytest.raises(DataError, match=r"tokenizer\.json is damaged or was replaced"):
             use(copied_run)
@@ -98,7 +98,7 @@ def test_a_damaged_tokenizer_is_detected_by_every_use_of_the_run(copied_run):
 
 def test_a_checkpoint_without_a_tokenizer_digest_still_loads(copied_run, monkeypatch):
     monkeypatch.setattr(load, "tokenizer_of", lambda _: None)
-    edit(copied_run / "tokenizer.json", "Tab", "Uab")
+    edit(copied_run / "tokenizer.json", '"version":', '"version": ')
     load.load_run(copied_run, device="cpu")
 
 

@@ -5,14 +5,14 @@ import random
 import pytest
 from scripted import Script, metaspace, wordpiece
 
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 from flatout.inference.generate import Sampling, sample
 from flatout.inference.text import DecodedText
 
 
 def generated(text, stop=(), **sampling):
     model = Script(text.encode())
-    return list(sample(model, ByteTokenizer(), "", Sampling(**sampling), stop=stop))
+    return list(sample(model, of_bytes(), "", Sampling(**sampling), stop=stop))
 
 
 def streamed(tokenizer, ids, prompt=""):
@@ -55,7 +55,7 @@ def test_characters_of_several_tokens_are_not_split(prompt):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("make", [metaspace, wordpiece, ByteTokenizer])
+@pytest.mark.parametrize("make", [metaspace, wordpiece, of_bytes])
 def test_a_long_text_is_the_same_streamed_and_decoded_at_once(make, seed):
     """Dropping old ids does not change the text."""
     tokenizer, draw = make(), random.Random(seed)
@@ -72,7 +72,7 @@ def test_a_long_text_is_the_same_streamed_and_decoded_at_once(make, seed):
 def test_bytes_that_are_not_text_are_marked_in_place():
     draw = random.Random(1)
     ids = [draw.choice([*range(256), 65, 66, 0xC3, 0xA9, 0xF0, 0x9F]) for _ in range(2000)]
-    text = DecodedText(ByteTokenizer(), [])
+    text = DecodedText(of_bytes(), [])
     found = "".join(text.push(token) for token in ids) + text.rest()
     assert found == bytes(ids).decode(errors="replace")
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from flatout.data.tokenizers.make import of_bytes
+
 pytestmark = pytest.mark.slow
 
 HEAVY_PARTS = {
@@ -89,6 +91,7 @@ def test_quick_commands_import_no_torch(root, tmp_path):
 
 def test_a_model_that_is_not_compiled_imports_no_compiler(root, tmp_path):
     run = shutil.copytree(root / "tests/earlier_version/files/run", tmp_path / "run")
+    of_bytes().save(run / "tokenizer.json")
     lines = (
         "from flatout.cli.main import execute",
         f"assert not execute(['generate', {str(run)!r}, '--max-tokens', '2'])",

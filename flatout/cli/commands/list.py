@@ -20,7 +20,6 @@ from flatout.config.registry import (
     RECIPES,
     SOURCES,
     TOKEN_FORMATS,
-    TOKENIZERS,
     Folder,
     YamlFolder,
     YamlTable,
@@ -28,6 +27,7 @@ from flatout.config.registry import (
 )
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
+from flatout.data.tokenizers import FILES, FORMS
 from flatout.display import Display, Show, amount, table_of
 from flatout.hardware.machine import ASSUMED_MFU, probe
 from flatout.measure.scripts.changes import CHANGES
@@ -45,7 +45,6 @@ FOLDERS: dict[str, Folder | YamlFolder | YamlTable] = {
     "recipes": RECIPES,
     "sources": SOURCES,
     "token-formats": TOKEN_FORMATS,
-    "tokenizers": TOKENIZERS,
 }
 PARAMETERS = re.compile(r"([\d,]+) parameters")
 """The size of a recipe's model, in its description."""
@@ -130,14 +129,12 @@ def list_entries(
         return _speedups(recipe)
     if kind == "changes":
         items = {name: change.does for name, change in CHANGES.items()}
+    elif kind == "tokenizers":
+        items = FORMS | FILES  # as written after --tokenizer
     elif kind in FOLDERS:
         items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
     else:
-        raise unknown_name("kind of entry", kind, [*FOLDERS, "changes", "speedups"])
-    if kind == "tokenizers":
-        stated = TOKENIZERS.stated  # each as it is written after --tokenizer
-        names = {name: stated(name, "LISTED_AS") or stated(name, "SPEC") for name in items}
-        items = {names[name] or name: text for name, text in items.items()}
+        raise unknown_name("kind of entry", kind, [*FOLDERS, "changes", "speedups", "tokenizers"])
     if kind == "machines":
         machine = probe()
         if machine.row:

@@ -15,11 +15,11 @@ from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_remote
+from flatout.data.tokenizers import stored_digest
 from flatout.display import Display, amount, table_of
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
 from flatout.progress import SILENT, Progress, counted
-from flatout.storage.files import sha256
 from flatout.storage.json_io import Result
 from flatout.storage.remote.urls import is_url
 from flatout.training.checkpoint import catalog
@@ -216,7 +216,7 @@ def _run_problems(run: Path, valid: Sequence[str]) -> list[str]:
     except FlatoutError as error:
         problems.append(error.what)
     known, kept = valid and catalog.tokenizer_of(Path(valid[-1])), run / TOKENIZER
-    if known and kept.exists() and sha256(kept) != known:
+    if known and kept.exists() and stored_digest(kept) != known:
         problems.append(
             f"{kept} is damaged or was replaced: the model was trained with a different tokenizer."
         )

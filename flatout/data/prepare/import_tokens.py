@@ -21,7 +21,7 @@ from flatout.data.store.manifest import SplitName
 from flatout.data.store.shards import Dataset
 from flatout.data.token_formats import Documents, Piece, Reading, Tokens, require_tokens
 from flatout.data.token_formats.find import Found, find_tokens
-from flatout.data.tokenizers import Tokenizer, existing_tokenizer, kind_named
+from flatout.data.tokenizers import Tokenizer, existing_tokenizer, needs_corpus
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Array, expanded
@@ -160,8 +160,7 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
             "ids:N for N ids without text. For nanoGPT's characters, prepare its input.txt with "
             "`flatout prepare input.txt --tokenizer char`.",
         )
-    kind = kind_named(spec)
-    if kind is not None and kind.needs_corpus:
+    if needs_corpus(spec):
         raise DataError(
             f"The input is tokens already: --tokenizer {spec} cannot be trained on them.",
             fix="Name the tokenizer that made them: --tokenizer FILE.",

@@ -33,7 +33,7 @@ from flatout.data.store.manifest import (
     TokenizerEntry,
     token_dtype,
 )
-from flatout.data.tokenizers import Tokenizer
+from flatout.data.tokenizers import Tokenizer, stored_files
 from flatout.storage.files import (
     CheckedFile,
     Stored,
@@ -90,7 +90,7 @@ def join(
             tokenizer=TokenizerEntry(
                 name=tokenizer.name,
                 digest=tokenizer.digest(),
-                files=(entry_of(work.joined / TOKENIZER),),
+                files=tuple(map(entry_of, stored_files(work.joined / TOKENIZER))),
             ),
             splits=splits,
             source=dict(source),

@@ -1,7 +1,8 @@
-"""Tokenizers convert text to ids and back. Each file with a TOKENIZER defines one kind.
+"""Tokenizers convert text to ids and back. Each is a tokenizer.json.
 
-Whatever its origin, a tokenizer saves to one self-contained JSON file in the dataset's directory.
-Loading it needs no network, no other file, and no package except the engine.
+A dataset and a run contain the file that the user gave, or one that was made from the text, and
+beside it a tokenizer_config.json if other files stated its special tokens. Loading them needs no
+network and no other file.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.config.documents import parser_says
-from flatout.config.registry import TOKENIZERS, nearest
+from flatout.config.registry import nearest
 from flatout.config.words import name_for
 from flatout.data.conversation.templates import CONFIG_FILE, config_in, tokens_in
-from flatout.data.tokenizers.base import (
-    FORMAT,
-    FORMAT_VERSION,
-    BoundedSample,
-    Document,
-    Sample,
-    TokenizerFile,
-    is_panic,
-)
-from flatout.data.tokenizers.base import Tokenizer as Tokenizer
+from flatout.data.tokenizers import make
 from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
-from flatout.errors import DataError, FlatoutError
+from flatout.data.tokenizers.make import END_OF_TEXT as END_OF_TEXT
+from flatout.data.tokenizers.make import BoundedSample, Sample
+from flatout.data.tokenizers.tokenizer import NotEncodable as NotEncodable
+from flatout.data.tokenizers.tokenizer import Tokenizer as Tokenizer
+from flatout.data.tokenizers.tokenizer import (
+    is_panic,
+    library_tokenizer,
+    usual_end_of_text,
+    vocabulary_of,
+)
+from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import expanded
 from flatout.storage.recognised import recognise
@@ -38,9 +40,20 @@ RESTORE = (
 """The fix for a tokenizer that was damaged or replaced."""
 MAX_FILE_BYTES = 128 << 20
 """Tokenizer files are read whole. The largest in use have about 40 MB."""
-_JSON_KIND = "huggingface"
-"""The kind of a JSON file that flatout did not write."""
-_FILES = "Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
+FORMS = {
+    "byte": "One id per UTF-8 byte.",
+    "char": "One id per character of the corpus.",
+    "ids:N": "N ids without text, for tokens whose tokenizer is unknown.",
+    "train:N": "A byte-level BPE of N ids, trained on the corpus.",
+}
+"""What names a tokenizer that is no file, and what it is."""
+FILES = {
+    "tokenizer.json, ORG/NAME": "A file of the tokenizers library, its directory, or a repository "
+    "of the Hugging Face hub.",
+    "FILE.tiktoken": "Byte-level BPE: pieces in base64, with their ids.",
+}
+"""The files that contain one."""
+_FILES = "Give a Hugging Face tokenizer.json or a .tiktoken file."
 _BESIDE = (CONFIG_FILE, "special_tokens_map.json", "generation_config.json", "config.json")
 """Files beside a tokenizer.json that may state its end-of-text token, the first that does first."""
 _REPOSITORY = "openai-community/gpt2"
@@ -65,30 +78,27 @@ def make_tokenizer(
     Raises: DataError for any other name, a file that cannot be used, or an empty sample;
             MissingPackage.
     """
-    kind = kind_named(spec)
-    if kind is not None and kind.needs_corpus:
-        tokenizer = kind.from_corpus(spec.partition(":")[2], sample, train_on or sample, progress)
+    form = form_of(spec)
+    if form == "char":
+        tokenizer = make.of_characters(sample(None), progress)
+    elif form == "train:N":
+        tokenizer = make.trained(spec.partition(":")[2], train_on or sample, progress)
     else:
         tokenizer = existing_tokenizer(spec, pattern, end_of_text, progress=progress)
     # twice as much, since the sample may include parts without text
-    texts = sample(2 * WORTHWHILE_CHARACTERS) if tokenizer.engines else ()
+    texts = sample(2 * WORTHWHILE_CHARACTERS) if tokenizer.engine == "tokenizers" else ()
     return choose_engine(tokenizer, texts, progress)
 
 
-def _kinds_by(constant: str) -> dict[str, str]:
-    """Return the kinds of tokenizers whose files assign `constant`, by its value."""
-    values = {kind: TOKENIZERS.stated(kind, constant) for kind in TOKENIZERS.names()}
-    return {value: kind for kind, value in values.items() if value is not None}
-
-
-def kind_named(spec: str) -> type[Tokenizer] | None:
-    """Return the kind whose SPEC matches `spec`, such as `train:4096`. None for a file."""
+def form_of(spec: str) -> str | None:
+    """Return which of FORMS `spec` has, such as train:N for train:4096. None for a file."""
     name, colon, _ = spec.partition(":")
-    for form, kind in _kinds_by("SPEC").items():
-        if form.partition(":")[:2] == (name, colon):
-            tokenizer: type[Tokenizer] = TOKENIZERS.get(kind)
-            return tokenizer
-    return None
+    return next((form for form in FORMS if form.partition(":")[:2] == (name, colon)), None)
+
+
+def needs_corpus(spec: str) -> bool:
+    """Return whether the tokenizer that `spec` names is made from text."""
+    return form_of(spec) in ("char", "train:N")
 
 
 def existing_tokenizer(
@@ -102,9 +112,11 @@ def existing_tokenizer(
 
     Raises: DataError for any other name, or a file that cannot be used; MissingPackage.
     """
-    kind = kind_named(spec)
-    if kind is not None and not kind.needs_corpus:
-        return kind.from_corpus(spec.partition(":")[2], lambda _: (), lambda _: (), progress)
+    form = form_of(spec)
+    if form == "byte":
+        return make.of_bytes()
+    if form == "ids:N":
+        return make.of_numbers(spec.partition(":")[2])
     path = tokenizer_path(spec)
     if path.is_file():
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
@@ -116,13 +128,12 @@ def existing_tokenizer(
                 break
         return load_tokenizer(path, end_of_text=end_of_text, name=spec)
     if "/" not in spec and not path.suffix:
-        forms = sorted(_kinds_by("SPEC"))
-        known = [_REPOSITORY, *(form.replace(":N", ":4096") for form in forms)]
+        known = [_REPOSITORY, *(each.replace(":N", ":4096") for each in FORMS)]
         guess = name_for("tokenizer", spec, known) or nearest(spec, known)
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise DataError(
             f"There is no tokenizer {spec!r}.",
-            fix=f"{hint}Give {', '.join(forms)}, a tokenizer.json or .tiktoken file, or a Hugging "
+            fix=f"{hint}Give {', '.join(FORMS)}, a tokenizer.json or .tiktoken file, or a Hugging "
             f"Face repository such as {_REPOSITORY}.",
         )
     here = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -177,6 +188,19 @@ def read_tokenizer(path: Path) -> bytes:
         ) from error
 
 
+def stored_files(path: Path) -> list[Path]:
+    """Return the files of a tokenizer in a dataset or a run: its tokenizer.json, and settings."""
+    return [path, *filter(Path.is_file, [path.with_name(CONFIG_FILE)])]
+
+
+def stored_digest(path: Path) -> str:
+    """Return `Tokenizer.digest` of a tokenizer that `Tokenizer.save` wrote.
+
+    Raises: DataError when it cannot be read.
+    """
+    return hashlib.sha256(b"".join(map(read_tokenizer, stored_files(path)))).hexdigest()
+
+
 def load_tokenizer(
     path: Path,
     *,
@@ -185,11 +209,11 @@ def load_tokenizer(
     name: str | None = None,
     sha256: str | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer in a file: a saved one, a tokenizer.json, or a .tiktoken file.
+    """Return the tokenizer in a file: a tokenizer.json, or a .tiktoken file.
 
     `pattern` splits text for an unpublished .tiktoken file. `end_of_text` is the name of that token
     in a tokenizer.json. `name` stands for the file in messages and defaults to its path. `sha256`
-    is the digest that the file must have.
+    is the digest that the stored tokenizer must have.
 
     Raises: DataError when the file cannot be read, is none of these, or has a different digest.
     """
@@ -199,22 +223,20 @@ def load_tokenizer(
             known.instead_of("a tokenizer"),
             fix="Give a tokenizer.json, a .tiktoken file, or char, byte or train:N.",
         )
-    data = read_tokenizer(path)
-    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+    if sha256 is not None and stored_digest(path) != sha256:
         raise DataError(
             f"{path} is damaged or was replaced: it is not the file that was written there.",
             fix=RESTORE,
         )
-    name = name or str(path)
-    kind = _kinds_by("SUFFIX").get(path.suffix)
-    if kind is None:
-        beside = [path.with_name(each) for each in _BESIDE]
-        named = tokens_in(config_in(beside[1])) | tokens_in(config_in(beside[0]))
-        stated = None if end_of_text else next(filter(None, map(_stated_in, beside)), None)
-        return parse_tokenizer(data, name, end_of_text=end_of_text, named=named, stated=stated)
-    file = TokenizerFile(name, data, pattern=pattern)
-    tokenizer: Tokenizer = TOKENIZERS.get(kind).from_file(file)
-    return tokenizer
+    data = read_tokenizer(path)
+    if path.suffix == ".tiktoken":
+        return make.from_tiktoken(data, name or str(path), pattern)
+    beside = [path.with_name(each) for each in _BESIDE]
+    named = tokens_in(config_in(beside[1])) | tokens_in(config_in(beside[0]))
+    stated = None if end_of_text else next(filter(None, map(_stated_in, beside)), None)
+    return parse_tokenizer(
+        data, name or str(path), end_of_text=end_of_text, named=named, stated=stated
+    )
 
 
 def _stated_in(path: Path) -> tuple[str, str, str | int] | None:
@@ -235,44 +257,67 @@ def parse_tokenizer(
     named: Mapping[str, str] | None = None,
     stated: tuple[str, str, str | int] | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer in a JSON text. Messages call the text `name`.
+    """Return the tokenizer of a tokenizer.json. Messages call it `name`.
 
-    `end_of_text` is the name of that token in a tokenizer.json, else another file `stated` it.
-    `named` are its special tokens by their usual names.
+    Its end-of-text token is `end_of_text`, else the one that a file beside it `stated`, else the
+    one in `named`, its special tokens by their usual names, else the first of the usual ones. An id
+    that a file states counts if it is that of an added token.
 
-    Raises: DataError when it contains no tokenizer.
+    Raises: DataError when it contains no tokenizer, or has no such token.
     """
-    data = data.encode() if isinstance(data, str) else data
+    content = data.encode() if isinstance(data, str) else data
+    vocabulary, added = _vocabulary(content, name)
+    named = {key: each for key, each in (named or {}).items() if each in vocabulary}
+    token = end_of_text or named.get("eos_token") or usual_end_of_text(vocabulary)
+    if stated and not end_of_text:
+        path, key, value = stated
+        if isinstance(value, int):  # of a model's config, where it may be a default
+            token = added.get(value, token)
+        elif value not in vocabulary:
+            raise DataError(
+                f"{path} has the {key} {value!r}, but {name} has no such token.",
+                fix="Correct it, or name the end-of-text token with --end-of-text NAME.",
+            )
+        else:
+            token = value
+    if token is None or token not in vocabulary:
+        guess = nearest(token, vocabulary) if token else None
+        raise DataError(
+            f"{name} has no token {token!r}."
+            if token
+            else f"{name} has none of the usual end-of-text tokens.",
+            fix=f"Did you mean {guess!r}?"
+            if guess
+            else "Name its end-of-text token with --end-of-text.",
+        )
+    return Tokenizer(content, token, named)
+
+
+def _vocabulary(content: bytes, name: str) -> tuple[dict[str, int], dict[int, str]]:
+    """Return the ids of a tokenizer.json's tokens, and its added tokens by id.
+
+    Raises: DataError when it is not one.
+    """
     try:
-        document = json.loads(data)
+        document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{name} is not a tokenizer: it is not JSON ({parser_says(error)}).", fix=_FILES
         ) from error
     if not isinstance(document, dict):
         raise DataError(f"{name} is not a tokenizer.", fix=_FILES)
-    if document.get("format") == FORMAT:
-        return _restored(document, name)
-    file = TokenizerFile(name, data, document, None, end_of_text, named, stated)
-    tokenizer: Tokenizer = TOKENIZERS.get(_JSON_KIND).from_file(file)
-    return tokenizer
-
-
-def _restored(document: Document, name: str) -> Tokenizer:
-    version, kind = document.get("format_version"), document.get("kind")
-    is_known = isinstance(version, int) and version <= FORMAT_VERSION
-    if not is_known or kind not in TOKENIZERS.names():
+    if document.get("format") == "flatout-tokenizer":
         raise DataError(
-            f"{name} contains a tokenizer of format_version {version}, kind {kind!r}.",
-            fix="Install a newer flatout.",
+            f"{name} is a tokenizer in a format of earlier versions of flatout.",
+            fix="Prepare the dataset again, and train on it.",
         )
     try:
-        tokenizer: Tokenizer = TOKENIZERS.get(kind).from_document(document)
+        library_tokenizer(content)
     except BaseException as error:
-        is_failure = isinstance(error, Exception) or is_panic(error)
-        if isinstance(error, FlatoutError) or not is_failure:
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise DataError(
-            f"{name} is a damaged tokenizer file: {error!r}.", fix="Prepare the dataset again."
-        ) from error
-    return tokenizer
+        raise DataError(f"{name} is not a tokenizer: {error}.", fix=_FILES) from error
+    added = document.get("added_tokens") or []
+    return vocabulary_of(document, name), {
+        int(each["id"]): each["content"] for each in reversed(added)
+    }

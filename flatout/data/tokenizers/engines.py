@@ -1,4 +1,4 @@
-"""The packages that encode text. The choice affects the speed, never the ids (`engine_choice`).
+"""What encodes text faster than `tokenizers`, with the same ids: tables of numpy, and gigatoken.
 
 An encoder takes text and returns its ids. It knows no special tokens, and raises UnicodeEncodeError
 for half of a surrogate pair.
@@ -8,121 +8,303 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 import unicodedata
-from binascii import b2a_base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from flatout.data.sources.long import utf8
-from flatout.data.tokenizers.base import Document, Encode, Ids
 from flatout.errors import DataError, MissingPackage
+from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer
+
+Ids = NDArray[np.uint32]
+Encode = Callable[[str], Ids]
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern of the ByteLevel pre-tokeniser of `tokenizers`."""
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|(?>\p{N}{1,3})"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++\z|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_O200K_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        + _O200K_END,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        + _O200K_END,
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+KNOWN_PATTERNS = {
+    GPT2: GPT2,
+    LLAMA3: LLAMA3,
+    QWEN2: QWEN2,
+    CL100K: CL100K.replace(r"(?>\p{N}{1,3})", r"\p{N}{1,3}+").replace(r"\z", "$") + "+",
+    O200K: O200K,
+}
+"""The patterns for which tests prove that gigatoken gives the ids of `tokenizers`, and that text
+can be cut where the tokenizer cuts it. Each with gigatoken's spelling.
+"""
+_MODEL_OPTIONS = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "byte_fallback",
+)
+"""Options of a BPE model that the faster engines do not have."""
+_UNUSUAL = ("single_word", "lstrip", "rstrip")
+"""Options of added tokens that make them depend on the text around them."""
+
+AS_BYTES: JsonObject = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+}
+"""The step that writes bytes as printable characters. The decoder that reads them is equal."""
 
 GROWTH_CHECK_BYTES = 1_000_000
 """Bytes of text between two checks of the memory of the process."""
 MAX_GROWTH_BYTES = 32 << 20
 """gigatoken caches every word it meets. It is reloaded when the process has grown by this much."""
-
-_LAST_ALTERNATIVES = re.compile(r"\|\\s\+(\+\$|\(\?!)")
-r"""Where the known patterns continue with `|\s++$` or `|\s+(?!`, for white space."""
-_NO_IDS = np.zeros(0, np.uint32)
+ABSENT = 0xFFFF_FFFF
+"""The id of a character that a table does not have."""
 
 
-def versioned(engine: str) -> str:
-    """Return an engine's name and version.
+class UnknownCharacter(Exception):
+    """A character that is not in the vocabulary, and its index in the text."""
 
-    Raises: MissingPackage when it is not installed.
+    def __init__(self, character: str, index: int) -> None:
+        super().__init__(character, index)
+        self.character, self.index = character, index
+
+
+@dataclass(frozen=True)
+class Table:
+    """The ids of a tokenizer that has one for each byte, or for each character."""
+
+    name: str
+    """byte or char."""
+    ids: Ids
+    """The id of each byte value or code point. The last one is of all beyond."""
+
+    def __call__(self, text: str) -> Ids:
+        """Return the ids of a text.
+
+        Raises: UnknownCharacter.
+        """
+        is_byte = self.name == "byte"
+        data = text.encode("utf-8" if is_byte else "utf-32-le")
+        codes = np.frombuffer(data, np.uint8 if is_byte else "<u4")
+        ids: Ids = self.ids.take(codes, mode="clip")
+        if not is_byte and ids.max(initial=0) == ABSENT:
+            index = int((ids == ABSENT).argmax())
+            raise UnknownCharacter(text[index], index)
+        return ids
+
+
+def table_of(definition: JsonObject) -> Table | None:
+    """Return the table of a valid tokenizer.json that merges nothing. None for any other."""
+    model, added = definition["model"], definition.get("added_tokens") or []
+    if (
+        model.get("type") != "BPE"
+        or model["merges"]
+        or any(map(model.get, _MODEL_OPTIONS))
+        or definition.get("normalizer")
+        or not all(each.get("special") for each in added)
+        or any(each.get(option) for each in added for option in _UNUSUAL)
+    ):
+        return None
+    vocabulary = dict(model["vocab"])
+    for each in added:
+        vocabulary.pop(each["content"], None)
+    split, byte_of = definition.get("pre_tokenizer"), byte_level_alphabet()
+    if split and _is_byte_level(split, use_regex=False) and vocabulary.keys() == byte_of.keys():
+        name, codes = "byte", byte_of
+    elif not split and all(len(token) == 1 for token in vocabulary):
+        name, codes = "char", {token: ord(token) for token in vocabulary}
+    else:
+        return None
+    ids = np.full(max(codes.values(), default=0) + 2, ABSENT, np.uint32)
+    for token, index in vocabulary.items():
+        ids[codes[token]] = index
+    return Table(name, ids)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of a byte-level BPE with a known pattern that determine its ids."""
+
+    model: JsonObject
+    """The model of the file: vocab, merges, ignore_merges."""
+    pattern: str
+    """The regular expression with which the pre-tokeniser splits text, one of KNOWN_PATTERNS."""
+    normalizes: bool
+    """Whether text is normalised to NFC first."""
+    raw_added: Mapping[str, int | None]
+    """Added tokens that are matched in the original text. None for special ones, which stay text.
     """
-    try:
-        return f"{engine} {metadata.version(engine)}"
-    except metadata.PackageNotFoundError as error:
-        raise not_installed(engine) from error
+    normalized_added: Mapping[str, int | None]
+    """Added tokens that are matched in the normalised text between the others."""
+    has_unusual_special: bool
+    """Whether a special token takes the white space around it, or is found between words only."""
+
+    @property
+    def cuts_are_known(self) -> bool:
+        """Whether no token crosses the cuts of the pattern, as an added one with a space might."""
+        return not any(
+            index is not None and any(map(str.isspace, content))
+            for added in (self.raw_added, self.normalized_added)
+            for content, index in added.items()
+        )
+
+    def splits_at_special(self, text: str) -> bool:
+        """Return whether text can be encoded separately between its special tokens."""
+        is_normal = not self.normalizes or unicodedata.is_normalized("NFC", text)
+        return is_normal and not self.has_unusual_special
+
+    def gigatoken(self) -> Encode:
+        """Return gigatoken's encoder for this layout.
+
+        Raises: MissingPackage; DataError when it cannot be used.
+        """
+        bare: JsonObject = {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": split_by(KNOWN_PATTERNS[self.pattern]),
+            "post_processor": None,
+            "decoder": {"type": "ByteLevel"},
+            "model": self.model,
+        }
+        encode = around_added_tokens(Gigatoken(json.dumps(bare)), self.normalized_added)
+        return around_added_tokens(after_nfc(encode) if self.normalizes else encode, self.raw_added)
 
 
-def not_installed(engine: str) -> MissingPackage:
-    """Return the error for an engine that is not installed."""
-    return MissingPackage(
-        f"{engine} is not installed.", fix=f"Install it with `pip install {engine}`."
+def known_layout(definition: JsonObject) -> Layout | None:
+    """Return the layout of a valid tokenizer.json. None without a known pattern."""
+    model, pre_tokenizer = definition["model"], definition.get("pre_tokenizer") or {}
+    pattern, normalizer = _pattern(pre_tokenizer), (definition.get("normalizer") or {}).get("type")
+    added = definition.get("added_tokens") or []
+    unusual = [*_UNUSUAL, *(["normalized"] if normalizer else [])]
+    if (
+        model.get("type") != "BPE"
+        or any(map(model.get, _MODEL_OPTIONS))
+        or pattern not in KNOWN_PATTERNS
+        or normalizer not in (None, "NFC")
+        or not all(
+            each["content"] and (each.get("special") or not any(map(each.get, unusual)))
+            for each in added
+        )
+    ):
+        return None
+    raw, normalized = (
+        {
+            each["content"]: None if each.get("special") else int(each["id"])
+            for each in added
+            if bool(each.get("normalized")) == is_normalized
+        }
+        for is_normalized in (False, True)
+    )
+    has_unusual = any(any(map(each.get, unusual)) for each in added)
+    return Layout(model, pattern, normalizer is not None, raw, normalized, has_unusual)
+
+
+def _pattern(pre_tokenizer: JsonObject) -> str:
+    """Return the pattern of a pre-tokeniser that splits by one pattern and then writes bytes.
+
+    Empty for any other pre-tokeniser.
+    """
+    if _is_byte_level(pre_tokenizer, use_regex=True):
+        return GPT2
+    steps = pre_tokenizer.get("pretokenizers") or []
+    if (
+        [step.get("type") for step in steps] != ["Split", "ByteLevel"]
+        or not _is_byte_level(steps[1], use_regex=False)
+        or steps[0].get("behavior") != "Isolated"
+        or steps[0].get("invert")
+    ):
+        return ""
+    return str(steps[0]["pattern"].get("Regex", ""))
+
+
+def _is_byte_level(step: JsonObject, *, use_regex: bool) -> bool:
+    return (
+        step.get("type") == "ByteLevel"
+        and not step.get("add_prefix_space")
+        and bool(step.get("use_regex", True)) == use_regex
     )
 
 
-def cannot_encode(engine: str, why: str) -> DataError:
-    """Return the error for an engine that cannot encode for a tokenizer."""
-    return DataError(
-        f"{engine} cannot encode for this tokenizer: {why}.",
-        fix="Use a different engine: the ids are the same.",
-    )
+def split_by(pattern: str) -> JsonObject:
+    """Return the pre-tokeniser that splits text by a pattern, then writes bytes."""
+    if pattern == GPT2:
+        return AS_BYTES | {"use_regex": True}
+    split: JsonObject = {"type": "Split", "pattern": {"Regex": pattern}}
+    split |= {"behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, AS_BYTES]}
 
 
-def gigatoken_of_json(definition: Document) -> Encode:
-    """Return gigatoken's encoder for a tokenizer.json without normaliser and added tokens.
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character in a byte-level vocabulary.
 
-    Raises: MissingPackage; DataError when gigatoken cannot read it.
+    Printable Latin-1 stands for itself, and the other bytes are numbered from U+0100.
     """
-    text = json.dumps(definition)
-
-    def load() -> BPETokenizer | SentencePieceTokenizer:
-        from gigatoken.gigatoken_rs import load_hf_json
-
-        return load_hf_json(text)
-
-    return _Gigatoken(load)
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {
+        chr(0x100 + index): value for index, value in enumerate(rest)
+    }
 
 
-def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str) -> Encode:
-    """Return gigatoken's encoder for the pieces of a .tiktoken file, in the order of their ids.
+class Gigatoken:
+    """gigatoken on the calling thread for a tokenizer.json, reloaded when its cache has grown.
 
-    `scheme` is gigatoken's name for the pattern.
-
-    Raises: MissingPackage; DataError when gigatoken cannot read them.
+    Raises: MissingPackage; DataError when gigatoken cannot read the file.
     """
-    lines = b"".join(
-        b2a_base64(piece, newline=False) + b" %d\n" % rank
-        for rank, piece in enumerate(pieces)
-        if piece is not None
-    )
 
-    def load() -> BPETokenizer:
-        from gigatoken.gigatoken_rs import BPETokenizer
-
-        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            file.write(lines)
-            file.flush()
-            return BPETokenizer.from_tiktoken(file.name, scheme)
-
-    return _Gigatoken(load)
-
-
-class _Gigatoken:
-    """gigatoken on the calling thread, reloaded when its cache has grown."""
-
-    def __init__(self, load: Callable[[], BPETokenizer | SentencePieceTokenizer]) -> None:
-        self._load = load
+    def __init__(self, definition: str) -> None:
+        self._definition = definition
         self._loaded: BPETokenizer | SentencePieceTokenizer | None = None
         try:
             self._reload()
         except ImportError as error:
-            raise not_installed("gigatoken") from error
+            raise MissingPackage(
+                "gigatoken is not installed.", fix="Install it with `pip install gigatoken`."
+            ) from error
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a Rust panic is not an Exception
             reason = str(error).partition("\n")[0].rstrip(".")
-            raise cannot_encode("gigatoken", reason) from error
+            raise DataError(
+                f"gigatoken cannot encode for this tokenizer: {reason}.",
+                fix="Encode with tokenizers: the ids are the same.",
+            ) from error
 
     def _reload(self) -> None:
+        from gigatoken.gigatoken_rs import load_hf_json
+
         self._loaded = None  # first, so that two are never in memory
-        self._loaded = self._load()
+        self._loaded = load_hf_json(self._definition)
         self._resident_bytes = psutil.Process().memory_info().rss
         self._bytes_to_check = GROWTH_CHECK_BYTES
 
     def __call__(self, text: str) -> Ids:
+        """Return the ids of a text."""
         data = utf8(text)
         self._bytes_to_check -= len(data)
         if self._bytes_to_check < 0:
@@ -131,61 +313,6 @@ class _Gigatoken:
                 self._reload()
         assert self._loaded is not None
         return self._loaded.encode(data)
-
-
-def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
-    """Return tiktoken's encoder for pieces with their ids.
-
-    Raises: MissingPackage; ValueError when it cannot use the pattern.
-    """
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise not_installed("tiktoken") from error
-
-    # Without any special token, tiktoken searches for the empty string, and finds and skips it at
-    # every character.
-    unused = {"<|unused|>": max(ranks.values(), default=0) + 1}
-    encoding = tiktoken.Encoding(
-        name,
-        pat_str=pattern,
-        mergeable_ranks=dict(ranks),
-        special_tokens=unused,
-    )
-
-    def encode(text: str) -> Ids:
-        ids: Ids = encoding.encode_to_numpy(text, disallowed_special=())
-        return ids
-
-    return encode
-
-
-def grouped(pattern: str) -> str:
-    """Return a known pattern with all alternatives but those of white space in one group.
-
-    The pattern matches the same, but tiktoken's engine passes a group without lookaround and
-    possessive quantifiers to a faster engine as a whole, and encodes about 1.5 times as much text
-    per second. A possessive `++` at the end of an alternative becomes `+`: nothing follows that
-    could need backtracking.
-    """
-    found = _LAST_ALTERNATIVES.search(pattern)
-    assert found is not None, "a known pattern"
-    simple = f"{pattern[: found.start()]})".replace("++|", "+|").replace("++)", "+)")
-    return f"(?:{simple}{pattern[found.start() :]}"
-
-
-def with_fallback(encode: Encode, reference: Encode) -> Encode:
-    """Return an encoder that uses `reference` for text that `encode` fails to split."""
-
-    def encode_either(text: str) -> Ids:
-        try:
-            return encode(text)
-        except UnicodeEncodeError:
-            raise
-        except ValueError:
-            return reference(text)
-
-    return encode_either
 
 
 def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Encode:
@@ -215,7 +342,7 @@ def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Enc
         if pattern.search(text) is None:
             return encode(text)
         text.encode()  # so that an error states the position in the whole text
-        return np.concatenate([_NO_IDS, *pieces(text)])
+        return np.concatenate([np.zeros(0, np.uint32), *pieces(text)])
 
     return encode_around
 

@@ -11,18 +11,12 @@ import torch
 from torch import Tensor
 
 from flatout.config.registry import ARCHITECTURES, MODELS
-from flatout.data.tokenizers.base import Document
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError
 from flatout.inference.export import modeling
 from flatout.inference.export.shards import Planned, write_shards
 from flatout.inference.export.source import GENERATION, Source
-from flatout.inference.export.tokenizer_files import (
-    TOKENIZER_CLASS,
-    end_of_text,
-    tokenizer_config,
-    tokenizer_json,
-)
-from flatout.models.families.exported import MODEL_TYPE, OWN_TOKENIZER
+from flatout.inference.export.tokenizer_files import TOKENIZER_CLASS, write_tokenizer
+from flatout.models.families.exported import MODEL_TYPE
 from flatout.models.families.table import SAME, Architecture, TensorMap
 from flatout.models.transformer import TransformerConfig
 from flatout.progress import Progress
@@ -83,7 +77,9 @@ def write_huggingface(source: Source, folder: Path, max_bytes: int, progress: Pr
     stops = list(dict.fromkeys([eos, *source.stop_ids]))
     shared |= {"pad_token_id": pad} | ({"eos_token_id": stops} if len(stops) > 1 else {})
     write_json(folder / GENERATION, shared | ({"use_cache": False} if found.needs_code else {}))
-    found.notes.extend(write_tokenizer(source, folder))
+    template = source.template.text if source.template else None
+    max_tokens = getattr(source.model, "max_seq_len", None)
+    found.notes.extend(write_tokenizer(source.tokenizer, folder, max_tokens, template))
     if config["model_type"] == "qwen2":
         found.notes.append(
             "AutoTokenizer of transformers 5 gives a qwen2 model the tokenizer of the published "
@@ -190,33 +186,3 @@ def _wrapper(source: Source) -> Path:
             fix="Export its weights under their own names with --to safetensors.",
         )
     return Path(str(modeling.__file__)).with_name("wrapper.py")
-
-
-def write_tokenizer(source: Source, folder: Path) -> list[str]:
-    """Write tokenizer.json and its settings, or flatout's own file, and return a note on it."""
-    try:
-        document = tokenizer_json(source.tokenizer)
-    except DataError as error:
-        source.tokenizer.save(folder / OWN_TOKENIZER)
-        return [f"{error.what} The export contains {OWN_TOKENIZER} instead."]
-    write_json(folder / "tokenizer.json", document)
-    max_tokens = getattr(source.model, "max_seq_len", None)
-    token = end_of_text(document, source.tokenizer.eot_id)
-    named = {name: each for name, (each, _) in source.tokenizer.named_tokens().items()}
-    template = source.template.text if source.template else None
-    settings = tokenizer_config(token, named, max_tokens, template)
-    write_json(folder / "tokenizer_config.json", settings)
-    return _differences(source.tokenizer.document(), source.tokenizer.kind)
-
-
-def _differences(document: Document, kind: str) -> list[str]:
-    """Return how the exported tokenizer differs from the one that the user gave."""
-    if kind == "char":
-        return ["The tokenizer drops characters that are not in its vocabulary."]
-    definition = document.get("tokenizer")
-    if isinstance(definition, dict) and definition.get("post_processor"):
-        return [
-            "The tokenizer adds no special tokens, such as one at the start: the model was trained "
-            "without them."
-        ]
-    return []

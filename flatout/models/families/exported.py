@@ -7,8 +7,6 @@ from flatout.errors import ConfigError
 from flatout.models.families.table import SAME, Architecture, Field, TensorMap, names_of
 from flatout.storage.json_io import JsonObject
 
-OWN_TOKENIZER = "flatout_tokenizer.json"
-"""The name of flatout's own tokenizer file in an export, if it has no counterpart."""
 MODEL_TYPE = "flatout"
 
 

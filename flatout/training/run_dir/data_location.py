@@ -13,8 +13,13 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset, members_of, whole_turns
 from flatout.data.store.remote import absolute_path_or_url
 from flatout.data.store.shards import Dataset
-from flatout.data.tokenizers import RESTORE, load_tokenizer, read_tokenizer
-from flatout.data.tokenizers.base import NotEncodable
+from flatout.data.tokenizers import (
+    RESTORE,
+    NotEncodable,
+    load_tokenizer,
+    stored_digest,
+    stored_files,
+)
 from flatout.errors import CheckpointError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import copy_whole, write_text
@@ -95,7 +100,8 @@ def digest(texts: Iterable[str]) -> str:
 def keep_text_format(dataset: AnyDataset, run_folder: Path, *, progress: Progress = SILENT) -> None:
     """Copy the tokenizer and the chat template, so that a model generates text without its data."""
     members = members_of(dataset)
-    copy_whole(members[0].dataset.path / TOKENIZER, run_folder / TOKENIZER)
+    for path in reversed(stored_files(members[0].dataset.path / TOKENIZER)):
+        copy_whole(path, run_folder / path.name)
     templates = [
         template
         for member in members
@@ -121,7 +127,7 @@ def require_tokenizer(
             damaged.
     """
     kept, data = run_folder / TOKENIZER, members_of(dataset)[0].dataset
-    found = hashlib.sha256(read_tokenizer(kept)).hexdigest() if kept.exists() else None
+    found = stored_digest(kept) if kept.exists() else None
     known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
     if found not in (known, None):
         raise CheckpointError(

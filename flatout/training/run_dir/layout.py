@@ -4,6 +4,7 @@ RUN/
 ├── config.yaml       fully resolved, with the choices of `auto`
 ├── asked.yaml        the configuration as requested, before `auto` was resolved
 ├── tokenizer.json    the dataset's tokenizer, so that the model can be used without the data
+├── tokenizer_config.json  its special tokens, if other files than tokenizer.json stated them
 ├── chat_template.json  with conversations in the data: how their turns are written
 ├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl     one line per logged step
@@ -32,7 +33,7 @@ from pathlib import Path
 from flatout.config import trust
 from flatout.config.documents import dump_yaml, read_document
 from flatout.config.schema import RunConfig, flat, validate
-from flatout.data.conversation.templates import CHAT_TEMPLATE
+from flatout.data.conversation.templates import CHAT_TEMPLATE, CONFIG_FILE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.display import amount
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, HardwareError
@@ -69,6 +70,7 @@ WRITTEN = (
     CONFIG,
     REQUESTED,
     TOKENIZER,
+    CONFIG_FILE,
     CHAT_TEMPLATE,
     EVENTS,
     METRICS,

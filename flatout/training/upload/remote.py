@@ -17,7 +17,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from flatout.config.sections import UPLOAD_OFF, CheckpointConfig
-from flatout.data.conversation.templates import CHAT_TEMPLATE
+from flatout.data.conversation.templates import CHAT_TEMPLATE, CONFIG_FILE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.errors import ConfigError
 from flatout.storage.json_io import read_model, write_json
@@ -41,6 +41,7 @@ RUN_FILES = (
     CONFIG,
     ORIGIN,
     TOKENIZER,
+    CONFIG_FILE,
     CHAT_TEMPLATE,
     METRICS,
     EVENTS,

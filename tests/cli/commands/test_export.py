@@ -12,7 +12,7 @@ from flatout.cli.commands.export import export
 from flatout.cli.commands.prepare import prepare
 from flatout.cli.commands.train import train
 from flatout.config.schema import load_config
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 from flatout.errors import CheckpointError, ConfigError, OutputInUse, UsageError
 from flatout.training.run_dir.layout import read_summary
 
@@ -91,7 +91,7 @@ TEMPLATE = (
 def base(tmp_path):
     """The directory of a model whose turns end with <|im_end|> (258), and its texts with 256."""
     folder = write_model(tmp_path / "base", LLAMA | {"vocab_size": 260})
-    definition = ByteTokenizer().tokenizer_json()
+    definition = json.loads(of_bytes().content)
     (added,) = definition["added_tokens"]
     definition["added_tokens"] += [
         added | {"id": index, "content": content}

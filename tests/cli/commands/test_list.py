@@ -65,7 +65,7 @@ def test_every_kind_lists_names_and_descriptions(kind):
 
 
 def test_tokenizers_are_listed_as_prepare_accepts_them():
-    names = ["train:N, FILE.tiktoken", "byte", "char", "tokenizer.json, ORG/NAME", "ids:N"]
+    names = ["byte", "char", "ids:N", "train:N", "tokenizer.json, ORG/NAME", "FILE.tiktoken"]
     assert [item.name for item in list_entries("tokenizers").items] == names
 
 

@@ -84,7 +84,7 @@ def test_a_tokenizer_is_trained_on_the_rendered_text(rows, tmp_path, tokenizer):
     made = prepared(rows, tmp_path, tokenizer=tokenizer)
     assert "Assistant:\n«It is 0.[<|endoftext|>]»" in shown(made.path)
     if tokenizer == "char":
-        assert "|" not in Dataset.open(made.path).tokenizer.characters, (
+        assert "|" not in Dataset.open(made.path).tokenizer.vocabulary, (
             "special tokens are not text"
         )
 

@@ -10,8 +10,7 @@ from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.shards import Dataset
 from flatout.data.store.verify import verify_dataset
 from flatout.data.token_formats.chunks import files
-from flatout.data.tokenizers import load_tokenizer
-from flatout.data.tokenizers.bpe import train_bpe
+from flatout.data.tokenizers import load_tokenizer, make_tokenizer
 from flatout.errors import DataError
 
 EOT = 256  # of the byte tokenizer
@@ -110,7 +109,8 @@ def hub_file(folder):
 
 
 def tiktoken_file(folder):
-    pieces = [piece for piece in train_bpe(TEXTS, 280).pieces if piece is not None]
+    tokenizer = make_tokenizer("train:280", lambda _: TEXTS)
+    pieces = [tokenizer.decode_bytes([index]) for index in range(tokenizer.eot_id)]
     (folder / "small.tiktoken").write_bytes(
         b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces))
     )

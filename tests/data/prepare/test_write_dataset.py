@@ -9,7 +9,7 @@ import pytest
 import flatout
 from flatout.data.prepare.import_tokens import BLOCK_TOKENS
 from flatout.data.store.verify import verify_dataset
-from flatout.data.tokenizers.char import CharTokenizer
+from flatout.data.tokenizers.make import of_characters
 from flatout.errors import DataError
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
@@ -49,7 +49,7 @@ def test_a_long_array_is_one_document(tmp_path):
 
 
 def test_a_tokenizer_may_be_an_object(tmp_path):
-    tokenizer = CharTokenizer("abc")
+    tokenizer = of_characters(["abc"])
     made = flatout.write_dataset(tmp_path / "out", [[0, 1]], [[2]], tokenizer=tokenizer)
     assert made.tokenizer.decode([0, 1, 2]) == "abc"
 

@@ -13,7 +13,6 @@ from texts import byte_level_json
 
 from flatout.data import tokenizers as tokenizer_module
 from flatout.data.tokenizers import make_tokenizer
-from flatout.data.tokenizers.bpe import train_bpe
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.errors import DataError, MissingPackage
 
@@ -172,11 +171,7 @@ def test_the_end_of_text_of_a_repository_is_the_one_that_its_files_state(hub, us
 
 def test_tokenizer_is_made_from_a_repository_name(uses_hub, tmp_path, content):
     tokenizer = make_tokenizer("org/small", lambda limit: TEXTS)
-    assert tokenizer.name == "small"
-    assert tokenizer.vocab_size == 1 + max(
-        entry["id"] for entry in json.loads(content)["added_tokens"]
-    )
-    assert tokenizer.encode("the cat") != train_bpe(TEXTS, 260).encode("the cat")
+    assert tokenizer.content == content
     (tmp_path / "org").mkdir()
     with pytest.raises(DataError, match="no tokenizer file org/small"):
         make_tokenizer("org/small", lambda limit: TEXTS)

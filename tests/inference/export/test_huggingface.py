@@ -11,7 +11,7 @@ from export_shapes import CLASSES, OWN_SHAPES, SHAPES
 
 from flatout.config.registry import MODELS
 from flatout.data.tokenizers import parse_tokenizer
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 from flatout.inference.export import modeling
 from flatout.inference.export.export import export_run
 from flatout.inference.export.huggingface import MODELING, no_stock_class
@@ -122,7 +122,7 @@ def test_the_files_of_an_export(make_run, export_to):
 
 @pytest.mark.slow
 def test_the_named_tokens_of_a_loaded_tokenizer_stay(make_run, tmp_path):
-    definition = ByteTokenizer().tokenizer_json()
+    definition = json.loads(of_bytes().content)
     vocabulary = definition["model"]["vocab"]
     names = {"bos_token": "A", "eos_token": "B", "pad_token": "C"}
     theirs = parse_tokenizer(json.dumps(definition), "mine", named=names)

@@ -21,7 +21,7 @@ from flatout.data.prepare.request.options import Options
 from flatout.data.sources import BadRow, Document, LeftOut
 from flatout.data.sources.long import Text, chunks_of
 from flatout.data.store.manifest import SplitName
-from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
+from flatout.data.tokenizers.tokenizer import PIECE_CHARACTERS, NotEncodable, Tokenizer
 from flatout.storage.files import Array
 
 HELD_TOKENS = 1 << 16

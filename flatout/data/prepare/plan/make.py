@@ -136,7 +136,7 @@ def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> N
     Raises: DataError with the space needed and the space free.
     """
     directory = next(parent for parent in out.resolve().parents if parent.is_dir())
-    tokens = sum(task_bytes) / (1.0 if tokenizer.name in ("char", "byte") else TEXT_BYTES_PER_TOKEN)
+    tokens = sum(task_bytes) / (1.0 if tokenizer.engine == "table" else TEXT_BYTES_PER_TOKEN)
     size = tokens * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
     needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(directory).free
     if all(task_bytes) and needed > free:

@@ -29,12 +29,13 @@ from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.data.store.manifest import MANIFEST, Manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import (
+    END_OF_TEXT,
     existing_tokenizer,
-    kind_named,
+    form_of,
+    needs_corpus,
     read_tokenizer,
     tokenizer_path,
 )
-from flatout.data.tokenizers.base import END_OF_TEXT
 from flatout.data.tokenizers.hub import is_repository, repository_file
 from flatout.errors import DataError, OutputInUse, in_shell, without_secrets
 from flatout.progress import SILENT, Progress
@@ -100,8 +101,8 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
     """
     if options.chat is None:
         return None
-    spec, kind = options.tokenizer, kind_named(options.tokenizer)
-    if kind is not None and kind.needs_corpus:
+    spec, form = options.tokenizer, form_of(options.tokenizer)
+    if needs_corpus(spec):
         special: tuple[str, ...] = (END_OF_TEXT,)
         end_of_text = END_OF_TEXT
     else:
@@ -113,7 +114,7 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
         end_of_text = next(name for name, index in tokens.items() if index == tokenizer.eot_id)
     defaults = {"bos_token": "", "eos_token": end_of_text}
     template = None
-    if kind is None and (path := tokenizer_path(spec)).is_file():
+    if form is None and (path := tokenizer_path(spec)).is_file():
         folder = path.parent
         if (folder / MANIFEST).is_file():
             template = stored_template(read_manifest(folder).source)
@@ -121,7 +122,7 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
             template = load_template(folder / CHAT_TEMPLATE) or template_beside(
                 folder / CONFIG_FILE, folder / TEMPLATE_FILE, defaults
             )
-    elif kind is None and is_repository(spec):
+    elif form is None and is_repository(spec):
         config, jinja = (
             repository_file(spec, name, progress=progress) for name in (CONFIG_FILE, TEMPLATE_FILE)
         )
@@ -216,7 +217,7 @@ def tokenizer_mark(spec: str) -> str:
 
     Raises: DataError when its file cannot be read, or is missing from a directory.
     """
-    if kind_named(spec) is not None:
+    if form_of(spec) is not None:
         return spec
     path = tokenizer_path(spec)
     return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec

@@ -9,7 +9,7 @@ from prepared import Listener
 from flatout.data.conversation.templates import named_template
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.request import chat_renderer
-from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.make import of_bytes
 from flatout.errors import DataError
 
 
@@ -51,7 +51,7 @@ def test_a_named_template_keeps_the_tokenizers_variables(tmp_path):
 
 def test_the_tokenizer_of_a_run_or_a_dataset_brings_its_template(tmp_path):
     template = named_template("chatml", {"eos_token": "x"})
-    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    of_bytes().save(tmp_path / "tokenizer.json")
     (tmp_path / "chat_template.json").write_text(template.model_dump_json())
     assert chosen(tmp_path / "tokenizer.json").template == template
 
