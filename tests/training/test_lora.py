@@ -173,7 +173,9 @@ def test_two_processes_have_the_losses_of_one_and_its_checkpoints(
 def test_a_lora_run_is_a_base_too(lora_config, tiny_config, tmp_path):
     run_training(lora_config(), tmp_path / "first")
     first = read_merged(last(tmp_path / "first"))
-    again = lora_config(train__init_from=str(tmp_path / "first"), lora__targets=["q"])
+    again = lora_config(
+        train__init_from=str(tmp_path / "first"), lora__targets=["q"], schedule__kind="constant"
+    )
     run_training(again, tmp_path / "second")
     assert equal(read_merged(catalog.checkpoint_path(tmp_path / "second", 0)), first)
     whole = tiny_config(train__init_from=str(tmp_path / "first"), checkpoint__keep=9)
@@ -198,7 +200,9 @@ def test_adapters_outlive_the_runs_of_their_bases(lora_config, source, tmp_path,
     run_training(lora_config(train__init_from=str(tmp_path / "whole")), tmp_path / "first")
     shutil.rmtree(tmp_path / "whole" / "checkpoints")
     monkeypatch.setattr(contents.os, "link", lambda *_: (_ for _ in ()).throw(OSError(18, "")))
-    again = lora_config(train__init_from=str(tmp_path / "first"), lora__targets=["q"])
+    again = lora_config(
+        train__init_from=str(tmp_path / "first"), lora__targets=["q"], schedule__kind="constant"
+    )
     summary = run_training(again, tmp_path / "second")
     for name in ("whole", "first"):
         shutil.rmtree(tmp_path / name)

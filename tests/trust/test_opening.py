@@ -264,5 +264,6 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "training/run_dir/lookup.py",  # only to skip a damaged run
         "training/init_from.py",
         "training/run_dir/resume.py",
+        "training/run_dir/start.py",
         "training/run_plan.py",
     }

@@ -39,15 +39,15 @@ def slow_data(evidence: Evidence) -> Found | None:
         evidence.config and "Copy the dataset to a faster disk, or leave a core free for reading.",
         "Make __getitem__ and collate_fn cheaper, or prepare the data once, before training.",
     )
-    what = "a disk" if is_disk else "data"
-    return evidence.share(wait_s, SLOW), f"{{share:.0%}} of each step waits for {what}.", ways
+    what = f"{{share:.0%}} of each step waits for {'a disk' if is_disk else 'data'}."
+    return evidence.share(wait_s, SLOW), what, ways
 
 
 def more_workers(evidence: Evidence, share: float) -> Remedy:
     """Return the remedy to read in more processes, if there are cores for them."""
     now = evidence.workers or 0
     free = (evidence.cores or 8) - 1 - now
-    if evidence.config is not None or (free < 1 and now):
+    if evidence.config is not None or evidence.dataset == "memory" or (free < 1 and now):
         return None
     workers = max(min(math.ceil(share / max(1 - share, 0.05)), free), 1) + now
     text = f"Read ahead in processes: DataLoader(num_workers={workers}, persistent_workers=True, "

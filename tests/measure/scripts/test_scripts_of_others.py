@@ -161,7 +161,7 @@ def test_an_evaluation_with_gradients_and_rows_in_memory_get_their_own_advice(di
     data = named.get("slow-data")  # on a fast machine it takes too little
     if data is not None:
         assert "tensors in memory" in data.fixes[0].text
-        assert not any("num_workers" in one.text for one in data.fixes)
+        assert not any("DataLoader(num_workers" in one.text for one in data.fixes)
 
 
 ROLLOUTS = (

@@ -87,10 +87,10 @@ def test_another_tokenizer_is_rejected(tmp_path, theirs, fine_tuning, messages):
     run_training(fine_tuning(theirs), tmp_path / "run", progress=messages)
     assert any("There is no tokenizer.json in" in line for line in messages.lines)
     byte = make_tokenizer("byte", lambda _: [])
-    (theirs / "tokenizer.json").write_text(byte.text)
+    byte.save(theirs / "tokenizer.json")
     run_training(fine_tuning(theirs), tmp_path / "same")
     char = make_tokenizer("char", lambda _: ["The quick brown fox jumps over the lazy dog."])
-    (theirs / "tokenizer.json").write_text(char.text)
+    char.save(theirs / "tokenizer.json")
     with pytest.raises(CheckpointError, match="prepared with a different tokenizer"):
         run_training(fine_tuning(theirs), tmp_path / "other")
 
