@@ -45,7 +45,7 @@ from flatout.ops import Ops, scan
 from flatout.ops.cross_entropy import fused
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "triton", "numpy", "pydantic", "torchao", "liger_kernel", "transformers")
+PACKAGES = ("torch", "triton", "numpy", "pydantic", "torchao", "transformers")
 WARM_UP, STEPS = 8, 20
 BATCHES = 32
 """Number of different batches that a peer cycles through."""

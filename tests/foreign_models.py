@@ -68,13 +68,8 @@ DOCUMENTS = {
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
     "pythia": NEOX,
     "gpt_neox, one after the other": NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0},
-    "gemma": LLAMA | {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True},
-    "gemma 2": LLAMA
-    | {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 5}
-    | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
 }
 """The config.json of a tiny model of each family."""
-# without 0, the padding of Gemma, whose embedding transformers does not train
 TOKENS = [[7, 3, 11, 60, 8, 3, 25, 42, 42, 9, 1, 33, 58, 20, 14, 5]]
 
 
@@ -114,8 +109,7 @@ def foreign_weights(document: dict) -> dict[str, torch.Tensor]:
         parts = one.split(torch.zeros(shapes[one.name]))
         for name, part in zip(one.foreign, parts, strict=True):
             is_gain = part.dim() == 1 and name.endswith("weight")
-            around_one = is_gain and not document["model_type"].startswith("gemma")
-            weights[name] = draw(name, tuple(part.shape), around_one=around_one)
+            weights[name] = draw(name, tuple(part.shape), around_one=is_gain)
     return weights
 
 

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PLANTED = (
     "torchao",
-    "liger_kernel",
     "zstandard",
     "ray",
     "tensorflow",

@@ -474,13 +474,6 @@ class Speedup:
         return self.why_not(machine, config)
 
 
-def without_softcap(_machine: Machine, config: RunConfig) -> str | None:
-    """Return why kernels for attention cannot compute this model, or None."""
-    if config.model.own().get("attention_softcap") is None:
-        return None
-    return "No attention kernel limits the scores, as model.attention_softcap asks."
-
-
 def uses_gpu(machine: Machine, config: RunConfig) -> bool:
     """Return whether the run uses an NVIDIA GPU, given its configuration and machine."""
     return (

@@ -113,12 +113,6 @@ def resolve(
     decisions = with_checkpointing(config, decisions, available, world_size)
     on = [decision.name for decision in decisions if decision.on]
     recipe = assemble(on)
-    if config.lora.base_dtype == "bf16" and recipe.precision.autocast != "bfloat16":
-        raise ConfigError(
-            "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, but this run has "
-            f"{recipe.precision.name} matmuls of fp32 weights.",
-            fix="Set lora.base_dtype=fp32. A GPU has such matmuls, with the speedup bf16.",
-        )
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (

@@ -91,13 +91,6 @@ class RunConfig(Section):
             "Set optim.kind=adamw.",
         ),
         (
-            lambda run: run.lora.base_dtype != "fp32" and run.parallel.is_sharded,
-            "lora.base_dtype={0.lora.base_dtype} stores weights in two dtypes, and "
-            "parallel.shard={0.parallel.shard} and parallel.offload={0.parallel.offload} expect a "
-            "single one.",
-            "Set lora.base_dtype=fp32, or remove parallel.shard and parallel.offload.",
-        ),
-        (
             lambda run: run.parallel.tensor > 1 and run.parallel.context > 1,
             "parallel.tensor={0.parallel.tensor} and parallel.context={0.parallel.context} cannot "
             "be set together: both divide the tokens of each row.",

@@ -307,9 +307,6 @@ class LoraConfig(Section):
     targets: Names = ("all-linear",)
     """Layers with adapters: some of q, k, v, o (attention), gate, up, down (MLP), or another linear
     layer of the blocks by its name. All-linear means every one."""
-    base_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the frozen matrices of the blocks. bf16 halves their memory and rounds them. It
-    needs matmuls in bf16 by autocast (the speedup bf16)."""
 
     @property
     def scale(self) -> float:

@@ -5,7 +5,7 @@ Attention gathers the keys and values of all tokens. A recurrence gathers the la
 rank, a number of bytes that does not depend on the length.
 
 Letters: B rows, T tokens of this rank, S tokens of the row, G key and value heads, C head size,
-         R ranks, N steps of a recurrence, K eigenstates, E = 2 K.
+         R ranks, K eigenstates, E = 2 K.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ class Context:
             *,
             doc_ids_BS: Tensor | None = None,
             window: int | None = None,
-            softcap: float | None = None,
             mask: object = None,
         ) -> Tensor:
             k_BGSC, v_BGSC = self.gathered(torch.stack((k_BGTC, v_BGTC)), 3)
@@ -128,7 +127,6 @@ class Context:
                     plain,
                     doc_ids_BS=None if doc_ids_BS is None else doc_ids_BS[:, first:end],
                     window=window,
-                    softcap=softcap,
                 )
                 keys, values = k_BGSC[:, :, first:end], v_BGSC[:, :, first:end]
                 outputs.append(
@@ -147,37 +145,28 @@ class Context:
     def carried(
         self,
         last_BE: Tensor,
-        log_decay: Tensor,
-        angle: Tensor,
-        num_steps: int,
+        log_decay_K: Tensor,
+        angle_K: Tensor,
+        num_tokens: int,
         doc_ids_BS: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the state that the ranks before leave, and what each step adds of it to its own.
+    ) -> Tensor:
+        """Return what the state that the ranks before leave adds to each of this rank's states.
 
-        `last_BE` is the last state of this rank's steps, computed from zero. A state ends at the
-        first token of a document.
+        `last_BE` is the last of this rank's states, computed from zero. A state ends at the first
+        token of a document.
 
-        Shapes:  last_BE (B, E); log_decay, angle (K,) or (B, N, K); doc_ids_BS (B, S) integers,
-                 then N = T.
-        Returns: (state_BE, added_BNE).
-        Cost:    gathers B E numbers per rank; with eigenvalues per token, twice as many.
+        Shapes:  last_BE (B, E); log_decay_K, angle_K (K,); doc_ids_BS (B, S) integers.
+        Returns: added_BTE.
+        Cost:    gathers B E numbers per rank.
         """
-        if log_decay.dim() == 1:  # exact for a long row: an angle grows with the step
-            steps_N1 = torch.arange(1, num_steps + 1, device=last_BE.device)[:, None]
-            log_NK, turned_NK = steps_N1 * log_decay.double(), steps_N1 * angle.double()
-            factor_BNK = torch.polar(log_NK.exp(), turned_NK)[None]
-        else:
-            log_BNK, turned_BNK = log_decay.double().cumsum(1), angle.double().cumsum(1)
-            factor_BNK = torch.polar(log_BNK.exp(), turned_BNK)
+        steps_T1 = torch.arange(1, num_tokens + 1, device=last_BE.device)[:, None]
+        # exact for a long row: an angle grows with the step
+        log_TK, turned_TK = steps_T1 * log_decay_K.double(), steps_T1 * angle_K.double()
         wide = torch.complex128 if last_BE.dtype == torch.float64 else torch.complex64
-        factor_BNK = factor_BNK.to(wide)
+        factor_TK = torch.polar(log_TK.exp(), turned_TK).to(wide)
         last_BK = torch.complex(*last_BE.chunk(2, dim=-1))
         last_RBK = torch.view_as_complex(self.of_ranks(torch.view_as_real(last_BK)))
-        whole_BK = factor_BNK[:, -1]
-        whole_RBK = whole_BK.expand(self.size, *whole_BK.shape)
-        if log_decay.dim() > 1:
-            pairs = self.of_ranks(torch.view_as_real(whole_BK))
-            whole_RBK = torch.view_as_complex(pairs)
+        whole_RBK = factor_TK[-1].expand(self.size, 1, -1)
         goes_on_BT1 = None
         if doc_ids_BS is not None:
             starts_BS = torch.nn.functional.pad(doc_ids_BS[:, 1:] != doc_ids_BS[:, :-1], (1, 0))
@@ -190,15 +179,10 @@ class Context:
             is_before = rank < self.rank
             left_BK = whole_RBK[rank] * is_before + (not is_before)
             state_BK = state_BK * left_BK + last_RBK[rank] * is_before
-        added_BNK = factor_BNK * state_BK[:, None]
+        added_BTK = factor_TK * state_BK[:, None]
         if goes_on_BT1 is not None:
-            added_BNK = added_BNK * goes_on_BT1
-        return _real(state_BK), _real(added_BNK)
-
-
-def _real(values: Tensor) -> Tensor:
-    """Return real parts, then imaginary parts, in the last dimension."""
-    return torch.cat((values.real, values.imag), dim=-1)
+            added_BTK = added_BTK * goes_on_BT1
+        return torch.cat((added_BTK.real, added_BTK.imag), dim=-1)
 
 
 class Gather(torch.autograd.Function):

@@ -2,14 +2,13 @@
 
 Its work grows linearly with the tokens, and its memory of a document has a constant size.
 
-Letters: B rows, T tokens, N groups of S tokens, D width, V vocabulary, L layers, K eigenstates,
-         E = 2 K; H heads of resonance, I and J eigenstates of a head, F width inside the MLP.
+Letters: B rows, T tokens, D width, V vocabulary, L layers, K eigenstates, E = 2 K; H heads of
+         resonance, I and J eigenstates of a head, F width inside the MLP.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, Self, final
 
@@ -64,14 +63,6 @@ class EigenstateConfig(LanguageModelConfig):
     """Tokens that the fast recurrence processes at once. auto means 32 on a CPU and 128 on a GPU.
     The value does not change results.
     """
-    eigenvalues: Literal["fixed", "selective"] = "fixed"
-    """fixed (learned, the same for all tokens) or selective (the token determines how fast an
-    eigenstate decays).
-    """
-    scales: tuple[int, ...] = (1,)
-    """Tokens averaged per step, one number for each of several parallel recurrences. [1, 2, 4, 8]
-    is the hierarchical form.
-    """
     initialisation: Literal["long-memory", "published"] = "long-memory"
     """long-memory (time constants log-uniform up to `memory` tokens) or published (eigenvalues of
     at most one half: a memory of 7 tokens).
@@ -110,17 +101,6 @@ class EigenstateConfig(LanguageModelConfig):
                 f"model.num_eigenstates={self.num_eigenstates} is not divisible by "
                 f"model.num_heads={self.num_heads}.",
                 fix=f"Set model.num_heads={divisor}.",
-            )
-        if not self.scales or min(self.scales) < 1 or len(set(self.scales)) < len(self.scales):
-            raise ConfigError(
-                f"model.scales={list(self.scales)} must be different positive numbers of tokens.",
-                fix="Set model.scales=[1,2,4,8].",
-            )
-        if self.eigenvalues == "selective" and self.scales != (1,):
-            raise ConfigError(
-                "model.eigenvalues=selective computes eigenvalues per token, and model.scales "
-                "averages tokens.",
-                fix="Set model.scales=[1], or model.eigenvalues=fixed.",
             )
         if self.max_seq_len and self.positions == "none":
             raise ConfigError(
@@ -172,21 +152,6 @@ class Eigenstate(EmbeddingModel):
             return {}
         return {"chunk_size": LEAN_CHUNK}
 
-    def share_rows(self, context: Context, *, seq_len: int, has_documents: bool) -> None:
-        """Let `forward` compute this rank's part of each row, of whole groups of every scale.
-
-        Raises: ConfigError when groups would cross the borders of parts.
-        """
-        least = math.lcm(*self.config.scales)
-        if least > 1 and (has_documents or seq_len % (least * context.size)):
-            raise ConfigError(
-                f"model.scales={list(self.config.scales)} average tokens across the parts of a row "
-                f"that parallel.context={context.size} makes.",
-                fix=f"Set data.seq_len to a multiple of {least * context.size} and "
-                "data.document_mask=false, or model.scales=[1].",
-            )
-        super().share_rows(context, seq_len=seq_len, has_documents=has_documents)
-
     def tensor_cuts(self) -> dict[str, Cut]:
         """Return how ranks share each parameter: by heads, and by columns inside the MLP."""
         count, inner = self.config.num_eigenstates, (self.config.mlp_width,)
@@ -194,7 +159,6 @@ class Eigenstate(EmbeddingModel):
             {
                 "recurrence.drive": (0, (count, count)),
                 "recurrence.output": (1, (count, count)),
-                "recurrence.selection": (0, (count,)),
                 "recurrence.coupling": (0, (count,)),
                 "log_rate": (0, (count,)),
                 "detuning": (0, (count,)),
@@ -211,9 +175,8 @@ class Eigenstate(EmbeddingModel):
         self.check_shares(split, "model.num_heads", self.config.num_heads, grows=False)
         self.check_shares(split, "model.d_ff", self.config.mlp_width)
         super().share_layers(split, seq_len=seq_len)
-        for module in self.modules():
-            if isinstance(module, Memory):
-                module.first = split.rank * self.config.num_eigenstates // split.size
+        for eigenvalues in self._eigenvalues():
+            eigenvalues.first = split.rank * self.config.num_eigenstates // split.size
 
     @property
     def max_seq_len(self) -> int:
@@ -225,8 +188,7 @@ class Eigenstate(EmbeddingModel):
 
         Without learned positions its length is unlimited.
 
-        Memory: 2 L B K fp32 numbers for each of `model.scales`, and the drive of as many tokens as
-                the largest of them.
+        Memory: 2 L B K fp32 numbers.
         """
         is_limited = self.position_embedding is not None
         return RecurrentDecoder(self, self.token_limit(max_tokens) if is_limited else None)
@@ -244,20 +206,21 @@ class Eigenstate(EmbeddingModel):
             "drive": self.config.d_model**-0.5,
             "output": residual_std,
             "down": residual_std,
-            "selection": 0.0,
             "coupling": 1.0,
         }
         for name, parameter in self.own_parameters():
             if name.endswith("bias"):
                 nn.init.constant_(parameter, GATE_BIAS if name.endswith("gate.bias") else 0.0)
             elif parameter.dim() == 1:
-                nn.init.constant_(parameter, 0.0 if name.endswith("share") else 1.0)
+                nn.init.ones_(parameter)
             else:
                 last = name.removesuffix(".weight").rpartition(".")[-1]
                 nn.init.normal_(parameter, std=stds.get(last, INIT_STD))
-        for module in self.modules():
-            if isinstance(module, Memory):
-                module.init_eigenvalues()
+        for eigenvalues in self._eigenvalues():
+            eigenvalues.init_weights()
+
+    def _eigenvalues(self) -> list[Eigenvalues]:
+        return [module for module in self.modules() if isinstance(module, Eigenvalues)]
 
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs per token, which do not depend on the sequence length.
@@ -271,11 +234,7 @@ class Eigenstate(EmbeddingModel):
 
     def shared_bytes(self, seq_len: int) -> float:
         """Return the bytes of a state in all layers, and of its gradient, divided by the tokens."""
-        config = self.config
-        numbers = 2 * config.num_eigenstates * len(config.scales)
-        if config.eigenvalues == "selective":  # how much of a state is left, too
-            numbers *= 2
-        return 8.0 * config.num_layers * numbers / seq_len
+        return 16.0 * self.config.num_layers * self.config.num_eigenstates / seq_len
 
     def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of the real and imaginary drive, and of each head's coupling."""
@@ -314,15 +273,16 @@ class Block(layers.ResidualBlock):
         read_BTD = self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT, context)
         return self.added(hidden_BTD, read_BTD)
 
-    def decode(self, hidden_BTD: Tensor, states: list[MemoryState], start: int) -> Tensor:
-        """Return the hidden states of the next tokens of a document, and update the states.
+    def decode(self, hidden_BTD: Tensor, state_BE: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the next tokens of a document, and the state after them.
 
-        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
-        Returns: hidden_BTD.
+        Shapes:  hidden_BTD (B, T, D); state_BE (B, E), None at the start of the document.
+        Returns: (hidden_BTD, state_BE).
         """
         normed_BTD = self.recurrence_norm(hidden_BTD)
-        read_BTD = self.recurrence(normed_BTD, carried=states, start=start)
-        return self.added(hidden_BTD, read_BTD)
+        states_BTE = self.recurrence.states(normed_BTD, start_BE=state_BE)
+        read_BTD = self.recurrence.read(normed_BTD, states_BTE)
+        return self.added(hidden_BTD, read_BTD), states_BTE[:, -1]
 
 
 @final
@@ -332,7 +292,7 @@ class RecurrentDecoder(Decoder):
     def __init__(self, model: Eigenstate, max_tokens: int | None) -> None:
         super().__init__(max_tokens)
         self._model = model
-        self._states = [[MemoryState() for _ in model.config.scales] for _ in model.blocks]
+        self._states: list[Tensor | None] = [None] * len(model.blocks)
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits after these tokens, computed from them and the states before them.
@@ -342,19 +302,52 @@ class RecurrentDecoder(Decoder):
         """
         end = self.num_tokens + tokens_BT.shape[1]
         hidden_BTD = self._model.embed(tokens_BT, [(self.num_tokens, end)])
-        for block, states in zip(self._model.blocks, self._states, strict=True):
-            hidden_BTD = block.decode(hidden_BTD, states, self.num_tokens)  # type: ignore[operator]
+        for i, block in enumerate(self._model.blocks):
+            hidden_BTD, self._states[i] = block.decode(hidden_BTD, self._states[i])  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)
 
 
-@dataclass
-class MemoryState:
-    """The state of one memory between two pieces of a document."""
+class Eigenvalues(nn.Module):
+    """The learned eigenvalues of one recurrence, which all tokens share."""
 
-    last: Tensor | None = None
-    """The last state (B, E). None before the first."""
-    pending: Tensor | None = None
-    """Drive (B, T, E) of the tokens that do not yet fill a group of `scale`."""
+    def __init__(self, config: EigenstateConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.first = 0
+        """The first eigenstate of this rank."""
+        self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
+        """Logarithm of the decay rate: |eigenvalue| = exp(-exp(log_rate)), below 1 for any learned
+        value.
+        """
+        self.detuning = nn.Parameter(torch.zeros(config.num_eigenstates))
+        """Angle relative to the eigenstate's initial angle, in units of the decay rate."""
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw time constants: log-uniformly up to `model.memory` tokens, or the published ones."""
+        if self.config.initialisation == "published":
+            magnitude = torch.empty_like(self.log_rate).uniform_(-3, 0).sigmoid_()
+            self.log_rate.copy_(magnitude.log_().neg_().log_())
+        else:
+            self.log_rate.uniform_(-math.log(self.config.memory or 2), 0.0)
+        self.detuning.zero_()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return logarithms of magnitudes, and angles.
+
+        The initial angles are spread over the whole circle. Learned angles are relative to them, in
+        units of the decay rate. If angles were learned in radians, one optimizer step would rotate
+        old states by whole circles. An angle near zero would accumulate what all tokens have in
+        common, and drown what distinguishes them.
+
+        Returns: (log_decay_K, angle_K).
+        """
+        rate_K = at_least_fp32(local(self.log_rate)).exp()
+        index_K = torch.arange(1, len(rate_K) + 1, device=rate_K.device, dtype=torch.float64)
+        if self.first:
+            index_K += self.first
+        initial_K = (2 * math.pi * (index_K * GOLDEN).frac()).to(rate_K.dtype)
+        return -rate_K, initial_K + rate_K * local(self.detuning)
 
 
 class Recurrence(nn.Module):
@@ -363,15 +356,12 @@ class Recurrence(nn.Module):
     def __init__(self, config: EigenstateConfig, ops: Ops) -> None:
         super().__init__()
         width, count, bias = config.d_model, config.num_eigenstates, config.bias
+        self.config = config
         self.ops = ops
         self.drive = Factor(width, 2 * count, bias=bias, ops=ops)
         self.gate = Linear(width, width, bias=True, ops=ops)
         self.output = Factor(2 * count, width, bias=bias, ops=ops)
-        self.selection = (
-            Linear(width, count, bias=True, ops=ops) if config.eigenvalues == "selective" else None
-        )
-        self.memories = nn.ModuleList(Memory(config, scale, ops) for scale in config.scales)
-        self.share = nn.Parameter(torch.zeros(len(config.scales))) if config.scales[1:] else None
+        self.eigenvalues = Eigenvalues(config)
         self.coupling = nn.Parameter(torch.zeros(count, count // config.num_heads))
 
     def forward(
@@ -379,37 +369,61 @@ class Recurrence(nn.Module):
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
         context: Context | None = None,
-        carried: list[MemoryState] | None = None,
-        start: int = 0,
     ) -> Tensor:
         """Return the output for each token, computed from the tokens up to it.
 
-        With `carried` the tokens continue a document at the position `start`, and it is updated.
-        The pace of a selective recurrence multiplies its decay rate by a factor from 0 to 2.
+        With a context, the tokens are this rank's, and the document ids those of whole rows.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        pace_BTK = None
-        if self.selection is not None:
-            pace_BTK = 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
-        memories: list[Memory] = [*self.memories]
-        eigenvalues = [memory.eigenvalues(pace_BTK) for memory in memories]
-        drive_BTE = self.drive(hidden_BTD)
-        if carried is None:
-            states = [
-                memory(drive_BTE, own, doc_ids_BT, context)
-                for memory, own in zip(memories, eigenvalues, strict=True)
-            ]
-        else:
-            states = [
-                memory.decode(drive_BTE, own, state, start)
-                for memory, own, state in zip(memories, eigenvalues, carried, strict=True)
-            ]
-        states_BTE = states[0]
-        if self.share is not None:
-            share_N111 = local(self.share).softmax(dim=0)[:, None, None, None]
-            states_BTE = (torch.stack(states) * share_N111).sum(dim=0)
+        states_BTE = self.states(hidden_BTD, doc_ids_BT, context)
+        return self.read(hidden_BTD, states_BTE)
+
+    def states(
+        self,
+        hidden_BTD: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        context: Context | None = None,
+        start_BE: Tensor | None = None,
+    ) -> Tensor:
+        """Return the state after each token, in the dtype of `ops.scan`.
+
+        The drive is multiplied by a gain for which states keep its variance.
+
+        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers; start_BE (B, E), zeros when None.
+        Returns: states_BTE.
+        """
+        log_decay_K, angle_K = self.eigenvalues()
+        gain_K = (-torch.expm1(2 * log_decay_K)).sqrt()
+        drive_BTE = self.drive(hidden_BTD) * torch.cat((gain_K, gain_K))
+        chunk_size = self.config.chunk_size
+        if chunk_size == "auto":
+            chunk_size = AUTO_CHUNK.get(drive_BTE.device.type, AUTO_CHUNK["cuda"])
+        own_BT = doc_ids_BT
+        if context is not None and doc_ids_BT is not None:
+            own_BT = context.own(doc_ids_BT)
+        states_BTE: Tensor = self.ops.scan(
+            log_decay_K,
+            angle_K,
+            drive_BTE,
+            doc_ids_BT=own_BT,
+            start_BE=start_BE,
+            chunk_size=chunk_size,
+        )
+        if context is None:
+            return states_BTE
+        num_tokens = states_BTE.shape[1]
+        return states_BTE + context.carried(
+            states_BTE[:, -1], log_decay_K, angle_K, num_tokens, doc_ids_BT
+        )
+
+    def read(self, hidden_BTD: Tensor, states_BTE: Tensor) -> Tensor:
+        """Return the output for the states after each token.
+
+        Shapes:  hidden_BTD (B, T, D); states_BTE (B, T, E).
+        Returns: hidden_BTD.
+        """
         states_BTE = self._coupled(states_BTE)
         if states_BTE.dtype.itemsize > hidden_BTD.dtype.itemsize:
             states_BTE = states_BTE.to(hidden_BTD.dtype)
@@ -427,240 +441,6 @@ class Recurrence(nn.Module):
         states_BT2HI = states_BTE.view(*states_BTE.shape[:-1], 2, *coupling_HJI.shape[:2])
         added_BT2HJ = torch.einsum("btghi,hji->btghj", states_BT2HI, coupling_HJI)
         return states_BTE + RESONANCE * added_BT2HJ.flatten(2)
-
-
-class Memory(nn.Module):
-    """Eigenstates that are driven by the means of every `scale` tokens."""
-
-    def __init__(self, config: EigenstateConfig, scale: int, ops: Ops) -> None:
-        super().__init__()
-        self.config = config
-        self.scale = scale
-        self.ops = ops
-        self.first = 0
-        """The first eigenstate of this rank."""
-        self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
-        """Logarithm of the decay rate per step: |eigenvalue| = exp(-exp(log_rate)), below 1 for any
-        learned value.
-        """
-        self.detuning = nn.Parameter(torch.zeros(config.num_eigenstates))
-        """Angle relative to the eigenstate's initial angle, in units of the decay rate: see
-        `eigenvalues`.
-        """
-
-    @torch.no_grad()
-    def init_eigenvalues(self) -> None:
-        """Draw time constants: log-uniformly up to `model.memory` tokens, or the published ones."""
-        if self.config.initialisation == "published":
-            magnitude = torch.empty_like(self.log_rate).uniform_(-3, 0).sigmoid_()
-            self.log_rate.copy_(magnitude.log_().neg_().log_())
-        else:
-            longest = max((self.config.memory or 2) / self.scale, 2.0)
-            self.log_rate.uniform_(-math.log(longest), 0.0)
-        self.detuning.zero_()
-
-    def forward(
-        self,
-        drive_BTE: Tensor,
-        eigenvalues: tuple[Tensor, Tensor],
-        doc_ids_BT: Tensor | None,
-        context: Context | None = None,
-    ) -> Tensor:
-        """Return the latest state that each token may read.
-
-        With a context, the tokens are this rank's, whole groups of `scale`.
-
-        Shapes:  drive_BTE (B, T, E); eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T)
-                 integers.
-        Returns: states_BTE, in the dtype of `ops.scan`.
-        """
-        tokens = drive_BTE.shape[1]
-        if self.scale == 1 or doc_ids_BT is None:
-            drive_BNE = _scaled(self._means(drive_BTE), eigenvalues)
-            if context is None:
-                states_BNE = self._states(drive_BNE, eigenvalues, doc_ids_BT, None)
-                return self._by_token(states_BNE, None, 0, tokens)
-            own_BN = None if doc_ids_BT is None else context.own(doc_ids_BT)
-            states_BNE = self._states(drive_BNE, eigenvalues, own_BN, None)
-            before_BE, added_BNE = context.carried(
-                states_BNE[:, -1], *eigenvalues, states_BNE.shape[1], doc_ids_BT
-            )
-            return self._by_token(states_BNE + added_BNE, before_BE, 0, tokens)
-        if tokens < self.scale:
-            return at_least_fp32(torch.zeros_like(drive_BTE))
-        groups = Groups.of(doc_ids_BT, self.scale)
-        drive_BNE = _scaled(group_means(drive_BTE, self.scale, groups), eigenvalues)
-        states_BNE = self._states(drive_BNE, eigenvalues, groups.document, None)
-        return latest_states(states_BNE, self.scale, groups)
-
-    def decode(
-        self,
-        drive_BTE: Tensor,
-        eigenvalues: tuple[Tensor, Tensor],
-        carried: MemoryState,
-        start: int,
-    ) -> Tensor:
-        """Return the states for the next tokens of a document, and update `carried`.
-
-        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; eigenvalues as in `forward`.
-        Returns: states_BTE, in at least fp32.
-        """
-        tokens = drive_BTE.shape[1]
-        if carried.pending is not None:
-            drive_BTE = torch.cat((carried.pending, drive_BTE), dim=1)
-        drive_BNE = _scaled(at_least_fp32(self._means(drive_BTE)), eigenvalues)
-        states_BNE = self._states(drive_BNE, eigenvalues, None, carried.last)
-        states_BTE = self._by_token(states_BNE, carried.last, start, tokens)
-        if self.scale > 1:
-            carried.pending = drive_BTE[:, drive_BTE.shape[1] // self.scale * self.scale :]
-        if states_BNE.shape[1]:
-            carried.last = states_BNE[:, -1]
-        return states_BTE
-
-    def eigenvalues(self, pace_BTK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return logarithms of magnitudes, and angles.
-
-        The initial angles are spread over the whole circle. Learned angles are relative to them, in
-        units of the decay rate. If angles were learned in radians, one optimizer step would rotate
-        old states by whole circles. An angle near zero would accumulate what all tokens have in
-        common, and drown what distinguishes them.
-
-        Shapes:  pace_BTK (B, T, K), None is 1.
-        Returns: (log_decay, angle), both (K,), or (B, T, K) with a pace.
-        """
-        rate_K = at_least_fp32(local(self.log_rate)).exp()
-        index_K = torch.arange(1, len(rate_K) + 1, device=rate_K.device, dtype=torch.float64)
-        if self.first:
-            index_K += self.first
-        initial_K = (2 * math.pi * (index_K * GOLDEN).frac()).to(rate_K.dtype)
-        angle_K = initial_K + rate_K * local(self.detuning)
-        if pace_BTK is None:
-            return -rate_K, angle_K
-        return -rate_K * pace_BTK, angle_K.expand_as(pace_BTK)
-
-    def _means(self, drive_BTE: Tensor) -> Tensor:
-        """Return the mean of every complete group of one document."""
-        return drive_BTE if self.scale == 1 else group_means(drive_BTE, self.scale, None)
-
-    def _states(
-        self,
-        drive_BNE: Tensor,
-        eigenvalues: tuple[Tensor, Tensor],
-        doc_ids_BN: Tensor | None,
-        start_BE: Tensor | None,
-    ) -> Tensor:
-        if not drive_BNE.shape[1]:
-            return at_least_fp32(drive_BNE)
-        chunk_size = self.config.chunk_size
-        if chunk_size == "auto":
-            chunk_size = AUTO_CHUNK.get(drive_BNE.device.type, AUTO_CHUNK["cuda"])
-        return self.ops.scan(
-            *eigenvalues, drive_BNE, doc_ids_BT=doc_ids_BN, start_BE=start_BE, chunk_size=chunk_size
-        )
-
-    def _by_token(
-        self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int
-    ) -> Tensor:
-        """Return, for each token from `start` on, the state of the latest complete group.
-
-        Before the first group it is `before_BE`, or zero.
-        """
-        if self.scale == 1:
-            return states_BNE
-        if before_BE is None:
-            before_BE = states_BNE.new_zeros(states_BNE.shape[0], states_BNE.shape[2])
-        known_BUE = repeated(torch.cat((before_BE[:, None], states_BNE), dim=1), self.scale)
-        return known_BUE[:, start % self.scale + 1 :][:, :tokens]
-
-
-def _scaled(drive_BNE: Tensor, eigenvalues: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the drive times a gain for which states keep the variance of the drive."""
-    gain = (-torch.expm1(2 * eigenvalues[0])).sqrt()
-    return drive_BNE * torch.cat((gain, gain), dim=-1)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The positions of the groups of packed documents, for a recurrence with coarser steps.
-
-    A group is `scale` (S) tokens. Groups start again at every document. Leftover tokens at the end
-    of a document form no group. A group is available from its last token on.
-
-    A row has room for T // S groups and is filled from the left: no shape depends on the documents.
-    """
-
-    row: Tensor
-    """The index of each row (B, 1)."""
-    members: Tensor
-    """The tokens of each group (B, N, S). Arbitrary tokens where there is no group."""
-    document: Tensor
-    """The document of each group (B, N), counted from 1 in its row. 0 where there is no group."""
-    known: Tensor
-    """The latest complete group at each token, times S, plus the tokens since (B, T). All tokens
-    of a row get different numbers.
-    """
-    is_known: Tensor
-    """Whether there is such a group in the token's own document (B, T)."""
-
-    @classmethod
-    def of(cls, doc_ids_BT: Tensor, scale: int) -> Self:
-        """Return the groups of `scale` tokens.
-
-        Shapes:  doc_ids_BT (B, T) integers, T >= scale.
-        """
-        rows, tokens = doc_ids_BT.shape
-        device = doc_ids_BT.device
-        index_T = torch.arange(tokens, device=device)
-        row_B1 = torch.arange(rows, device=device)[:, None]
-        starts_BT = functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0), value=True)
-        read_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values + 1
-        complete_BT = (read_BT % scale == 0).cumsum(dim=1)
-        wanted_BN = torch.arange(1, tokens // scale + 1, device=device).repeat(rows, 1)
-        last_BN = torch.searchsorted(complete_BT, wanted_BN)
-        exists_BN, last_BN = last_BN < tokens, last_BN.clamp(max=tokens - 1)
-        return cls(
-            row=row_B1,
-            members=last_BN[..., None] + torch.arange(1 - scale, 1, device=device),
-            document=torch.where(exists_BN, starts_BT.cumsum(dim=1)[row_B1, last_BN], 0),
-            known=(complete_BT - 1).clamp(min=0) * scale + read_BT % scale,
-            is_known=read_BT >= scale,
-        )
-
-
-def group_means(drive_BTE: Tensor, scale: int, groups: Groups | None) -> Tensor:
-    """Return the mean of every group, in at least fp32, and zero for groups that do not exist.
-
-    Shapes:  drive_BTE (B, T, E); groups None where a row is one document, whose groups are
-             contiguous from its first token on.
-    Returns: means_BNE, N = T // scale.
-    """
-    drive_BTE = at_least_fp32(drive_BTE)
-    if groups is None:
-        complete = drive_BTE.shape[1] // scale * scale
-        return torch.unflatten(drive_BTE[:, :complete], 1, (-1, scale)).mean(dim=2)
-    members_BNSE = drive_BTE[groups.row[..., None], groups.members]
-    return torch.where((groups.document > 0)[..., None], members_BNSE.mean(dim=2), 0.0)
-
-
-def latest_states(states_BNE: Tensor, scale: int, groups: Groups) -> Tensor:
-    """Return, for each token, the state of the latest complete group of its document, or zero.
-
-    Shapes:  states_BNE (B, N, E).
-    Returns: known_BTE.
-    """
-    known_BTE = repeated(states_BNE, scale)[groups.row, groups.known]
-    return torch.where(groups.is_known[..., None], known_BTE, 0.0)
-
-
-def repeated(states_BNE: Tensor, scale: int) -> Tensor:
-    """Return every state `scale` times in a row.
-
-    Its backward pass sums in a fixed order, unlike that of indexing with repeated indices.
-
-    Shapes:  states_BNE (B, N, E).
-    Returns: (B, N * scale, E).
-    """
-    return states_BNE[:, :, None].expand(-1, -1, scale, -1).flatten(1, 2)
 
 
 USES = ("linear", "scan")

@@ -441,8 +441,6 @@ class EmbeddingModel(LanguageModel):
     """The separate output weight. None when the embedding is the output weight too."""
     logit_scale: float = 1.0
     """Factor of the logits."""
-    embedding_scale: float = 1.0
-    """Factor of the token embedding."""
     dropout: float = 0.0
     """Share of components of the embedding that are dropped in training."""
 
@@ -460,8 +458,6 @@ class EmbeddingModel(LanguageModel):
         hidden_BTD = self.token_embedding(tokens_BT)
         if self.split is not None:
             spans = self.split.spans(tokens_BT.shape[1])
-        if self.embedding_scale != 1:
-            hidden_BTD = hidden_BTD * self.embedding_scale
         if self.position_embedding is not None:
             weight = local(self.position_embedding.weight)
             parts = [weight[start:end] for start, end in spans]

@@ -216,13 +216,11 @@ class MLP(nn.Module):
         *,
         activation: Callable[[Tensor], Tensor],
         bias: bool,
-        post_norm: nn.Module | None = None,
         ops: Ops,
     ) -> None:
         super().__init__()
         self.up = Linear(width, inner, bias=bias, ops=ops, activation=activation)
         self.down = Linear(inner, width, bias=bias, ops=ops)
-        self.post_norm = post_norm
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return the output for each token, which does not depend on the others.
@@ -230,7 +228,7 @@ class MLP(nn.Module):
         Shapes:  hidden_BTD (B, T, D).
         Returns: hidden_BTD.
         """
-        return normed(self.down(self.up(hidden_BTD)), self.post_norm)
+        return self.down(self.up(hidden_BTD))  # type: ignore[no-any-return]
 
 
 class ResidualBlock(nn.Module):
@@ -259,14 +257,6 @@ def unchanged(hidden: Tensor) -> Tensor:
     Shapes:  hidden (...).
     """
     return hidden
-
-
-def normed(hidden_BTD: Tensor, norm: nn.Module | None) -> Tensor:
-    """Return the hidden states after a norm, unchanged without one.
-
-    Shapes:  hidden_BTD (B, T, D).
-    """
-    return hidden_BTD if norm is None else norm(hidden_BTD)
 
 
 def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:

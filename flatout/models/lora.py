@@ -67,8 +67,6 @@ class LoraLinear(Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.ops, self.activation = layer.ops, layer.activation
         self.weight, self.bias = layer.weight, layer.bias
-        if config.base_dtype == "bf16":
-            self.weight = nn.Parameter(layer.weight.detach().bfloat16(), requires_grad=False)
         self.scale = config.scale
         self.dropout = config.dropout
         self.parts = dict(parts)

@@ -91,8 +91,6 @@ class TransformerConfig(LanguageModelConfig):
     """For llama3: wavelengths below rotary_original_len / rotary_high_factor are not stretched."""
     rotary_original_len: int = Field(8192, ge=1)
     """For llama3: tokens of the sequences before the stretching."""
-    post_norm: bool = False
-    """Norms also after attention and after the MLP, before their output is added."""
     qk_norm: bool = False
     """Apply RMSNorm to each query and key head, before rotary positions."""
     rms_norm_eps: float = Field(1e-5, gt=0)
@@ -101,8 +99,6 @@ class TransformerConfig(LanguageModelConfig):
     """
     layer_norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
-    embedding_scale: float = Field(1.0, gt=0)
-    """Factor of the token embedding. Gemma's is the square root of d_model."""
     logit_scale: float = Field(1.0, gt=0)
     """Factor of the logits, before model.logit_softcap."""
     window: int | None = Field(None, ge=1)
@@ -110,10 +106,6 @@ class TransformerConfig(LanguageModelConfig):
     full_attention_every: int | None = Field(None, ge=2)
     """Every n-th layer sees all keys, whatever `window`. None means that it holds for every
     layer.
-    """
-    attention_softcap: float | None = Field(None, gt=0)
-    """Limit the scores of attention to plus or minus this value with a tanh. None means no
-    limit.
     """
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of components dropped from the embedding and from the output of each attention and
@@ -282,7 +274,6 @@ class Attention(nn.Module):
         width, size, eps = config.d_model, config.head_size, config.rms_norm_eps
         self.head_counts = (config.num_heads, config.kv_heads)
         self.window = config.window_of(layer)
-        self.softcap = config.attention_softcap
         self.ops = ops
         stacked = (config.num_heads + 2 * config.kv_heads) * size
         self.qkv = layers.Linear(
@@ -292,7 +283,6 @@ class Attention(nn.Module):
         self.rms_norm_eps = eps
         self.query_norm = layers.RMSNorm(size, eps=eps) if config.qk_norm else None
         self.key_norm = layers.RMSNorm(size, eps=eps) if config.qk_norm else None
-        self.post_norm = norm_of(config) if config.post_norm else None
         self.rotary = rotary
 
     def extra_repr(self) -> str:
@@ -347,10 +337,9 @@ class Attention(nn.Module):
             v_BGSC,
             doc_ids_BS=doc_ids_BT,
             window=self.window,
-            softcap=self.softcap,
             mask=shared.get(self.window) if shared else None,
         )
-        return layers.normed(self.output(out_BHTC.transpose(1, 2).flatten(2)), self.post_norm)
+        return self.output(out_BHTC.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class GatedMLP(nn.Module):
@@ -365,7 +354,6 @@ class GatedMLP(nn.Module):
         self.activation = GATED[config.activation]
         self.gate_up = layers.Linear(width, 2 * inner, bias=bias, ops=ops)
         self.down = layers.Linear(inner, width, bias=bias, ops=ops)
-        self.post_norm = norm_of(config) if config.post_norm else None
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return the output for each token, which does not depend on the others.
@@ -374,7 +362,7 @@ class GatedMLP(nn.Module):
         Returns: hidden_BTD.
         """
         gate_BTF, up_BTF = self.gate_up(hidden_BTD).chunk(2, dim=-1)
-        return layers.normed(self.down(self.activation(gate_BTF) * up_BTF), self.post_norm)
+        return self.down(self.activation(gate_BTF) * up_BTF)  # type: ignore[no-any-return]
 
 
 class Block(layers.ResidualBlock):
@@ -395,7 +383,6 @@ class Block(layers.ResidualBlock):
                 config.mlp_width,
                 activation=PLAIN[config.activation],
                 bias=config.bias,
-                post_norm=norm_of(config) if config.post_norm else None,
                 ops=ops,
             )
         self.dropout = config.dropout
@@ -438,7 +425,7 @@ class Transformer(EmbeddingModel):
         super().__init__(config, ops)
         width = config.d_model
         rotary = Rotary(config) if config.positions == "rotary" else None
-        self.logit_scale, self.embedding_scale = config.logit_scale, config.embedding_scale
+        self.logit_scale = config.logit_scale
         self.dropout = config.dropout
         self.token_embedding = layers.Embedding(config.vocab_size, width)
         self.position_embedding = (

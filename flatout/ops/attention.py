@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from flatout.errors import ShapeError
 from flatout.ops import at_least_fp32, product_dtype, runs_triton
@@ -50,18 +50,16 @@ def reference(
     *,
     doc_ids_BS: Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
     mask: Mask = None,
 ) -> Tensor:
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
     with `window`, only the last `window` positions, its own included, and with `doc_ids_BS`, only
-    positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
-    scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
-    and this window, if `masks` has built it for all layers. Masked keys and values have no effect
-    as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matmuls
-    over all pairs are the definition. Every variant must match them, gradients included.
+    positions of its own document. Query head h reads key head h // (H / G). `mask` is the mask of
+    these documents and this window, if `masks` has built it for all layers. Masked keys and values
+    have no effect as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain
+    matmuls over all pairs are the definition. Every variant must match them, gradients included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BS (B,
              S) integers.
@@ -70,13 +68,11 @@ def reference(
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
     Raises:  ShapeError when the shapes do not match.
     Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023,
-             arXiv:2305.13245; softcap: Gemma Team 2024, arXiv:2408.00118.
+             arXiv:2305.13245.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     k_BHSC, v_BHSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
-    if softcap is not None:
-        scores_BHTS = torch.tanh(scores_BHTS / softcap) * softcap
     added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask)
     weights_BHTS = (scores_BHTS + added).softmax(dim=-1)
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
@@ -89,7 +85,6 @@ def fused(
     *,
     doc_ids_BS: Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
     mask: Mask = None,
 ) -> Tensor:
     """`reference` through scaled_dot_product_attention, which never stores all scores.
@@ -99,8 +94,7 @@ def fused(
     heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
     when the window covers everything and there is one query or as many as keys. With more keys,
     when the flash kernel can be called by name, whose causal mask ends at the last query and key.
-    Otherwise the mask is added, and the kernel skips nothing. `reference` handles a softcap, which
-    the kernel does not support.
+    Otherwise the mask is added, and the kernel skips nothing.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -108,9 +102,6 @@ def fused(
     Raises:  ShapeError as `reference`.
     Source:  Dao 2023, arXiv:2307.08691.
     """
-    if softcap is not None:
-        options: Any = {"window": window, "softcap": softcap, "mask": mask}
-        return reference(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     is_whole = doc_ids_BS is None and (window is None or window >= num_keys)
@@ -148,7 +139,6 @@ def flex(
     *,
     doc_ids_BS: Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
     mask: Mask = None,
 ) -> Tensor:
     """`reference` through FlexAttention, which skips blocks of 128 tokens that are fully masked.
@@ -156,7 +146,7 @@ def flex(
     For GPUs: it has no backward pass on a CPU. `fused` handles CPUs and the inputs that
     FlexAttention does not support or has nothing to skip for: sequences of at most 128 tokens,
     sequences without documents that are no longer than the window, more keys than queries, heads
-    below 16 or above 256, and a softcap. In eager mode, the first shape is compiled, and once more
+    below 16 or above 256. In eager mode, the first shape is compiled, and once more
     all others: each gets its own kernel, so few shapes are best.
 
     Shapes:  as `reference`.
@@ -168,13 +158,12 @@ def flex(
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     num_tokens, head_dim = q_BHTC.shape[2:]
-    fits = head_dim in FLEX_HEADS and q_BHTC.dtype in FLEX_DTYPES and softcap is None
+    fits = head_dim in FLEX_HEADS and q_BHTC.dtype in FLEX_DTYPES
     fits = fits and k_BGSC.shape[2] == num_tokens and _masks_blocks(num_tokens, doc_ids_BS, window)
     if not fits or not runs_triton(q_BHTC):
         if fits and isinstance(q_BHTC, FakeTensor):  # estimates a GPU run, which builds no mask
             doc_ids_BS = window = None
-        options: Any = {"window": window, "softcap": softcap, "mask": mask}
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, window=window, mask=mask)
     dtype = product_dtype(q_BHTC, q_BHTC)
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTC: Tensor = kernel(
@@ -231,77 +220,32 @@ def _masks_blocks(num_tokens: int, doc_ids_BS: Tensor | None, window: int | None
     return is_masked and num_tokens > BLOCK_TOKENS
 
 
-def block_mask(tokens_BT: Tensor, doc_ids_BS: Tensor | None, window: int | None) -> BlockMask:
-    """Return the BlockMask of a micro-batch.
+def block_mask(tokens_BT: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> BlockMask:
+    """Return the blocks of a micro-batch that attention computes, by torch's `create_block_mask`.
 
-    It lists which key blocks a query block reads, and which of these need no masking. It is derived
-    from the first and last position and the smallest and largest document id of each block, so no
-    T x T mask is built. A block is skipped only if no pair in it is visible. The converse holds if
-    ids never decrease along a row, as in packed rows. An incomplete last block never counts as
-    fully visible.
-
-    Shapes:  tokens_BT (B, T), of which only shape and device matter; doc_ids_BS (B, T) integers.
-    Cost:    B N^2 comparisons; keeps 8 B N^2 integers of 4 bytes.
+    Shapes:  tokens_BT (B, T), of which only shape and device matter; doc_ids_BT (B, T) integers.
+    Cost:    B T^2 comparisons, which are not stored on a GPU.
     """
 
     def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = key <= query
         if window is not None:
             visible = visible & (key > query - window)
-        if doc_ids_BS is not None:
-            visible = visible & (doc_ids_BS[row, query] == doc_ids_BS[row, key])
+        if doc_ids_BT is not None:
+            visible = visible & (doc_ids_BT[row, query] == doc_ids_BT[row, key])
         return visible
 
-    num_tokens = tokens_BT.shape[1]
-    some_BNN, all_BNN = _some_and_all_visible(doc_ids_BS, window, num_tokens, tokens_BT.device)
-    return BlockMask.from_kv_blocks(
-        *_counts_and_indices(some_BNN & ~all_BNN),
-        *_counts_and_indices(all_BNN),
-        BLOCK_SIZE=BLOCK_TOKENS,
-        mask_mod=is_visible,
-        seq_lengths=(num_tokens, num_tokens),
-    )
+    rows, num_tokens = tokens_BT.shape
+    is_plain = torch.compiler.is_compiling() or not tokens_BT.is_cuda
+    create: Callable[..., BlockMask] = create_block_mask if is_plain else _compiled_mask()
+    shape = (rows if doc_ids_BT is not None else None, None, num_tokens, num_tokens)
+    return create(is_visible, *shape, device=tokens_BT.device, BLOCK_SIZE=BLOCK_TOKENS)
 
 
-def _some_and_all_visible(
-    doc_ids_BS: Tensor | None, window: int | None, num_tokens: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return for which query and key blocks some pair, and every pair, is visible."""
-    num_blocks = -(-num_tokens // BLOCK_TOKENS)
-    first_N = torch.arange(num_blocks, device=device) * BLOCK_TOKENS
-    last_N = (first_N + BLOCK_TOKENS - 1).clamp_max(num_tokens - 1)
-    is_full_N = last_N - first_N == BLOCK_TOKENS - 1
-    # Distances from keys to queries. Query blocks are rows.
-    least_NN, most_NN = first_N[:, None] - last_N, last_N[:, None] - first_N
-    some_BNN = (most_NN >= 0)[None]
-    all_BNN = ((least_NN >= 0) & is_full_N[:, None] & is_full_N)[None]
-    if window is not None:
-        some_BNN = some_BNN & (least_NN < window)
-        all_BNN = all_BNN & (most_NN < window)
-    if doc_ids_BS is not None:
-        missing = num_blocks * BLOCK_TOKENS - num_tokens
-        if missing:
-            doc_ids_BS = torch.cat((doc_ids_BS, doc_ids_BS[:, -1:].expand(-1, missing)), dim=1)
-        low_BN, high_BN = torch.unflatten(doc_ids_BS, 1, (num_blocks, BLOCK_TOKENS)).aminmax(dim=-1)
-        query_low, query_high, key_low, key_high = (
-            low_BN[:, :, None],
-            high_BN[:, :, None],
-            low_BN[:, None],
-            high_BN[:, None],
-        )
-        some_BNN = some_BNN & (query_low <= key_high) & (key_low <= query_high)
-        all_BNN = all_BNN & (query_low == key_high) & (key_low == query_high)
-    return some_BNN, all_BNN
-
-
-def _counts_and_indices(is_wanted_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks each query block reads, and the key blocks with those first.
-
-    The extra dimension of size 1 stands for the heads.
-    """
-    wanted_B1NN = is_wanted_BNN[:, None].to(torch.int32)
-    order_B1NN = wanted_B1NN.argsort(dim=-1, descending=True, stable=True)
-    return wanted_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
+@cache
+def _compiled_mask() -> Callable[..., BlockMask]:
+    """Return `create_block_mask` without the whole mask, which it stores unless compiled."""
+    return torch.compile(create_block_mask)
 
 
 def bf16(
@@ -311,14 +255,13 @@ def bf16(
     *,
     doc_ids_BS: Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
     mask: Mask = None,
 ) -> Tensor:
     """`reference` with matmuls in bfloat16 and the softmax in fp32, for CPUs with bf16 matmuls.
 
     On such CPUs it is faster than the fused kernel as long as the scores fit into the caches.
-    `fused` handles longer sequences, in bfloat16 too, and other dtypes than fp32 and bfloat16, few
-    queries and a softcap.
+    `fused` handles longer sequences, in bfloat16 too, other dtypes than fp32 and bfloat16, and few
+    queries.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
@@ -330,12 +273,11 @@ def bf16(
         q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype
         and q_BHTC.dtype in (torch.float32, torch.bfloat16)
         and not torch.is_autocast_enabled(q_BHTC.device.type)
-        and softcap is None
         and q_BHTC.shape[2] >= FEWEST_QUERIES
     )
     options: Any = {"doc_ids_BS": doc_ids_BS, "window": window, "mask": mask}
     if not may_round:
-        return fused(q_BHTC, k_BGSC, v_BGSC, softcap=softcap, **options)
+        return fused(q_BHTC, k_BGSC, v_BGSC, **options)
     if k_BGSC.shape[2] > MOST_KEYS:
         rounded = (each.bfloat16() for each in (q_BHTC, k_BGSC, v_BGSC))
         return fused(*rounded, **options).to(q_BHTC.dtype)

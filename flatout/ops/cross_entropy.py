@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.distributed.tensor import Split
-from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import at_least_fp32, linear, product_dtype, uncompiled
+from flatout.errors import ShapeError
+from flatout.ops import at_least_fp32, linear, product_dtype
 
 IGNORED = -1
 """The target of positions that the loss ignores."""
@@ -143,12 +143,6 @@ def sharded(
     return loss_sum, valid_BT[:, start:end].sum()
 
 
-def _with_liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
-    if not hidden_BTD.is_cuda or torch.float64 in (hidden_BTD.dtype, weight_VD.dtype):
-        return _with_chunks(hidden_BTD, weight_VD, targets_BT, *others)
-    return _by_liger(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
-
-
 def _in_bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
     if not linear.bf16_fits(hidden_BTD, weight_VD):
         return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT, *others)
@@ -179,39 +173,6 @@ The loop is not traced.
 Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the
          latter in fp32.
 """
-liger = _variant(_with_liger)
-"""`reference` through Liger's kernel, which replaces logits by gradients, summed in fp32.
-
-It processes a few hundred targets at a time, for GPUs with the package liger-kernel. On a CPU and
-in fp64 it is `chunked`. Each call reads the number of targets back and so waits for the device.
-Compilers do not trace it.
-
-Cost:    as `chunked`; keeps about as many logits as there are components of hidden states.
-Raises:  also MissingPackage.
-Source:  Hsu et al. 2024, arXiv:2410.10989.
-"""
-
-
-@uncompiled  # reading back breaks the graph
-def _by_liger(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
-) -> Tensor:
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-    except ImportError as error:
-        raise MissingPackage(
-            "The speedup liger-ce needs the package liger-kernel, which is not installed.",
-            fix='Install it: `pip install "flatout[liger]"`, or remove liger-ce from speedups.',
-        ) from error
-    if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
-        # The kernel computes no gradient for the weight alone.
-        hidden_ND = hidden_ND.detach().requires_grad_()
-    function: Any = LigerFusedLinearCrossEntropyFunction
-    # bias, class weights, ignored target, z-loss, smoothing, reduction, softcap, whether to return
-    # the z-loss separately, dtype in which the weight's gradient is accumulated
-    options = (None, None, IGNORED, z_loss, 0.0, "sum", softcap, False, torch.float32)
-    loss_sum: Tensor = function.apply(hidden_ND, weight_VD, targets_N, *options)[0]
-    return loss_sum
 
 
 def of_logits(

@@ -25,8 +25,8 @@ SMALLEST_CARRY = 64
 
 @uncompiled  # a compiler would unroll the loop, which takes hours for a long sequence
 def reference(
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     drive_BTE: Tensor,
     *,
     doc_ids_BT: Tensor | None = None,
@@ -36,11 +36,10 @@ def reference(
     """Return the state after each token: s[t] = exp(log_decay + i angle) * s[t-1] + drive[t].
 
     The first state continues from `start_BE`: s[-1] = start. At the first token of a document,
-    s[t-1] is zero. All tokens share the eigenvalues, or each token has its own (selective). This
-    loop is the definition. Every variant must match it, gradients included.
+    s[t-1] is zero. This loop is the definition. Every variant must match it, gradients included.
 
-    Shapes:  log_decay, angle (K,), or both (B, T, K); drive_BTE (B, T, 2 K); doc_ids_BT (B, T)
-             integers; start_BE (B, 2 K), zeros when None.
+    Shapes:  log_decay_K, angle_K (K,); drive_BTE (B, T, 2 K); doc_ids_BT (B, T) integers; start_BE
+             (B, 2 K), zeros when None.
     Returns: states_BTE, fp32 (fp64 for fp64). The last state is states_BTE[:, -1].
     Units:   log_decay is the logarithm of a factor per token, finite and at most 0; angle is in
              radians per token.
@@ -49,23 +48,23 @@ def reference(
     Raises:  ShapeError when the shapes do not match.
     Source:  diagonal linear recurrence, Orvieto et al. 2023, arXiv:2303.06349.
     """
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    _check(log_decay_K, angle_K, drive_BTE, doc_ids_BT, start_BE)
     drive_BT2K = _pairs(drive_BTE)
-    decay = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
+    decay_2K = _eigenvalues(log_decay_K, angle_K, drive_BT2K.dtype)
     resets_BT = _resets(doc_ids_BT)
     state_B2K = torch.zeros_like(drive_BT2K[:, 0]) if start_BE is None else _pairs(start_BE)
     states = []
     for t in range(drive_BT2K.shape[1]):
         if resets_BT is not None:
             state_B2K = torch.where(resets_BT[:, t, None, None], 0.0, state_B2K)
-        state_B2K = _times(state_B2K, decay if decay.dim() == 2 else decay[:, t]) + drive_BT2K[:, t]
+        state_B2K = _times(state_B2K, decay_2K) + drive_BT2K[:, t]
         states.append(state_B2K)
     return torch.stack(states, dim=1).flatten(-2)
 
 
 def chunked(
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     drive_BTE: Tensor,
     *,
     doc_ids_BT: Tensor | None = None,
@@ -76,33 +75,32 @@ def chunked(
 
     Within a chunk, the state is a product with a triangular matrix of the powers i - j, one real
     and one imaginary matrix per eigenstate, which all chunks share. The states carried between
-    chunks follow the same recurrence and are computed the same way. Documents and selective
-    eigenvalues have no such matrix: the chunks then advance token by token, in parallel.
+    chunks follow the same recurrence and are computed the same way. Documents have no such matrix:
+    the chunks then advance token by token, in parallel.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    8 C B T K FLOP forward for chunks of C tokens, as much backward; keeps the states for
-             backward, and the eigenvalues if they are selective.
+    Cost:    8 C B T K FLOP forward for chunks of C tokens, as much backward; keeps the states.
     Raises:  ShapeError as `reference`.
     """
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    _check(log_decay_K, angle_K, drive_BTE, doc_ids_BT, start_BE)
     with torch.autocast(drive_BTE.device.type, enabled=False):  # states are at least fp32
         drive_BT2K = _pairs(drive_BTE)
         if start_BE is not None:
-            first = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
-            before_B2K = _times(_pairs(start_BE), first if first.dim() == 2 else first[:, 0])
+            decay_2K = _eigenvalues(log_decay_K, angle_K, drive_BT2K.dtype)
+            before_B2K = _times(_pairs(start_BE), decay_2K)
             drive_BT2K = torch.cat(
                 (drive_BT2K[:, :1] + before_B2K[:, None], drive_BT2K[:, 1:]), dim=1
             )
         states_BT2K: Tensor = _Scan.apply(
-            log_decay, angle, drive_BT2K, _resets(doc_ids_BT), chunk_size
+            log_decay_K, angle_K, drive_BT2K, _resets(doc_ids_BT), chunk_size
         )  # type: ignore[no-untyped-call]
         return states_BT2K.flatten(-2)
 
 
 def triton(
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     drive_BTE: Tensor,
     *,
     doc_ids_BT: Tensor | None = None,
@@ -119,7 +117,7 @@ def triton(
     Returns: as `reference`.
     Cost:    as `reference`; forward reads the drive twice and writes the states once; backward
              reads the gradient twice and the states once, and writes the drive's gradient once.
-             Keeps the states and the eigenvalues.
+             Keeps the states.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
     is_planned = isinstance(drive_BTE, FakeTensor) and (
@@ -127,17 +125,17 @@ def triton(
     )
     if drive_BTE.dtype == torch.float64 or not (is_planned or runs_triton(drive_BTE)):
         return chunked(
-            log_decay,
-            angle,
+            log_decay_K,
+            angle_K,
             drive_BTE,
             doc_ids_BT=doc_ids_BT,
             start_BE=start_BE,
             chunk_size=chunk_size,
         )
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    _check(log_decay_K, angle_K, drive_BTE, doc_ids_BT, start_BE)
     start_BE = None if start_BE is None else start_BE.float()
     states_BTE: Tensor = scan_passes.states(
-        log_decay.float(), angle.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size
+        log_decay_K.float(), angle_K.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size
     )
     return states_BTE
 
@@ -152,15 +150,15 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        log_decay: Tensor,
-        angle: Tensor,
+        log_decay_K: Tensor,
+        angle_K: Tensor,
         drive_BT2K: Tensor,
         resets_BT: Tensor | None,
         chunk_size: int,
     ) -> Tensor:
         """Return the states, which are kept for backward."""
-        states_BT2K = _states(log_decay, angle, drive_BT2K, resets_BT, chunk_size)
-        ctx.save_for_backward(log_decay, angle, states_BT2K, resets_BT)
+        states_BT2K = _states(log_decay_K, angle_K, drive_BT2K, resets_BT, chunk_size)
+        ctx.save_for_backward(log_decay_K, angle_K, states_BT2K, resets_BT)
         ctx.chunk_size = chunk_size
         return states_BT2K
 
@@ -169,14 +167,15 @@ class _Scan(torch.autograd.Function):
         ctx: Any, grad_BT2K: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor, None, None]:
         """Return the gradients of the eigenvalues and of the drive."""
-        log_decay, angle, states_BT2K, resets_BT = ctx.saved_tensors
+        log_decay_K, angle_K, states_BT2K, resets_BT = ctx.saved_tensors
         with torch.autocast(grad_BT2K.device.type, enabled=False):
-            is_shared = log_decay.dim() == 1
+            # a state flows to the token after it unless a document starts there
+            cuts_BT = None if resets_BT is None else functional.pad(resets_BT[:, 1:], (0, 1))
             drive_grad_BT2K = _states(
-                log_decay if is_shared else _reversed(log_decay),
-                -angle if is_shared else -_reversed(angle),
+                log_decay_K,
+                -angle_K,
                 grad_BT2K.flip(1),
-                None if resets_BT is None else _reversed(resets_BT),
+                None if cuts_BT is None else cuts_BT.flip(1),
                 ctx.chunk_size,
             ).flip(1)
             if not any(ctx.needs_input_grad[:2]):
@@ -186,17 +185,11 @@ class _Scan(torch.autograd.Function):
             )
             if resets_BT is not None:
                 products = torch.where(resets_BT[..., None, None], 0.0, products)
-            if is_shared:
-                parts = (part.sum(dim=(0, 1)) for part in products.unbind(dim=-2))
-                products = torch.stack(tuple(parts))
-            eigenvalues = _eigenvalues(log_decay, angle, states_BT2K.dtype)
-            along, across = _times(products, _conjugate(eigenvalues)).unbind(dim=-2)
-            return along.to(log_decay.dtype), across.to(angle.dtype), drive_grad_BT2K, None, None
-
-
-def _reversed(tensor: Tensor) -> Tensor:
-    """Return, for each token from the last to the first, the value at the next one, zeros first."""
-    return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1).flip(1)
+            parts = (part.sum(dim=(0, 1)) for part in products.unbind(dim=-2))
+            decay_2K = _eigenvalues(log_decay_K, angle_K, states_BT2K.dtype)
+            along, across = _times(torch.stack(tuple(parts)), _conjugate(decay_2K)).unbind()
+            grads = along.to(log_decay_K.dtype), across.to(angle_K.dtype)
+            return *grads, drive_grad_BT2K, None, None
 
 
 def _resets(doc_ids_BT: Tensor | None) -> Tensor | None:
@@ -207,16 +200,16 @@ def _resets(doc_ids_BT: Tensor | None) -> Tensor | None:
 
 
 def _states(
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     drive_BT2K: Tensor,
     resets_BT: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
     """Return the states starting from zero, without a gradient. `resets_BT` are document starts."""
-    if log_decay.dim() > 1 or resets_BT is not None:
-        return _in_parallel(log_decay, angle, drive_BT2K, resets_BT)
-    return _in_chunks(log_decay.double(), angle.double(), drive_BT2K, chunk_size)
+    if resets_BT is not None:
+        return _in_parallel(log_decay_K, angle_K, drive_BT2K, resets_BT)
+    return _in_chunks(log_decay_K.double(), angle_K.double(), drive_BT2K, chunk_size)
 
 
 def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_size: int) -> Tensor:
@@ -269,7 +262,7 @@ def _toeplitz(powers_KC: Tensor) -> Tensor:
 
 
 def _in_parallel(
-    log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None
+    log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, resets_BT: Tensor
 ) -> Tensor:
     """Return the states of about sqrt(T) chunks that advance token by token in parallel.
 
@@ -287,27 +280,23 @@ def _in_parallel(
             tensor = functional.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, missing))
         return torch.unflatten(tensor, 1, (chunks, size))
 
-    decay = _eigenvalues(log_decay.double(), angle.double(), torch.float64)
-    decay_BNC2K = decay.expand(1, chunks, size, -1, -1) if decay.dim() == 2 else cut(decay)
-    drive_BNC2K = cut(drive_BT2K.double())
-    resets_BNC = (
-        torch.zeros_like(drive_BNC2K[..., 0, 0], dtype=torch.bool)
-        if resets_BT is None
-        else cut(resets_BT)
-    )
-    states_BNC2K, powers_BNC2K = torch.empty_like(drive_BNC2K), torch.empty_like(decay_BNC2K)
+    decay_2K = _eigenvalues(log_decay_K.double(), angle_K.double(), torch.float64)
+    drive_BNC2K, resets_BNC = cut(drive_BT2K.double()), cut(resets_BT)
+    states_BNC2K = torch.empty_like(drive_BNC2K)
     state_BN2K = torch.zeros_like(drive_BNC2K[:, :, 0])
-    power_BN2K = torch.zeros_like(decay_BNC2K[:, :, 0])
-    power_BN2K[..., 0, :] = 1.0
+    power_2K = torch.stack((torch.ones_like(decay_2K[0]), torch.zeros_like(decay_2K[0])))
+    powers = []
     for i in range(size):
         state_BN2K = torch.where(resets_BNC[:, :, i, None, None], 0.0, state_BN2K)
-        state_BN2K = _times(state_BN2K, decay_BNC2K[:, :, i]) + drive_BNC2K[:, :, i]
-        power_BN2K = _times(power_BN2K, decay_BNC2K[:, :, i])
-        states_BNC2K[:, :, i], powers_BNC2K[:, :, i] = state_BN2K, power_BN2K
+        state_BN2K = _times(state_BN2K, decay_2K) + drive_BNC2K[:, :, i]
+        power_2K = _times(power_2K, decay_2K)
+        states_BNC2K[:, :, i] = state_BN2K
+        powers.append(power_2K)
+    powers_C2K = torch.stack(powers)
     continues_BNC = resets_BNC.cumsum(dim=2) == 0
     state_B2K = torch.zeros_like(state_BN2K[:, 0])
     for n in range(chunks):
-        carried_BC2K = _times(state_B2K[:, None], powers_BNC2K[:, n])
+        carried_BC2K = _times(state_B2K[:, None], powers_C2K)
         states_BNC2K[:, n] += torch.where(continues_BNC[:, n, :, None, None], carried_BC2K, 0.0)
         state_B2K = states_BNC2K[:, n, -1]
     return states_BNC2K.flatten(1, 2)[:, :tokens].to(drive_BT2K.dtype)
@@ -354,8 +343,8 @@ def _conjugate(pairs: Tensor) -> Tensor:
 
 
 def _check(
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     drive_BTE: Tensor,
     doc_ids_BT: Tensor | None,
     start_BE: Tensor | None,
@@ -363,11 +352,11 @@ def _check(
     rows, tokens, parts = drive_BTE.shape
     given = [
         None if tensor is None else tuple(tensor.shape)
-        for tensor in (log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+        for tensor in (log_decay_K, angle_K, drive_BTE, doc_ids_BT, start_BE)
     ]
     if (
         given[0] != given[1]
-        or given[0] not in ((parts // 2,), (rows, tokens, parts // 2))
+        or given[0] != (parts // 2,)
         or parts % 2
         or not tokens
         or given[3] not in (None, (rows, tokens))
@@ -376,6 +365,6 @@ def _check(
         raise ShapeError(
             "The recurrence got decays {}, angles {}, a drive {}, document ids {} and a start "
             "{}.".format(*given),
-            fix="Give decays and angles that are both (K,) or (B, T, K), a drive (B, T, 2 K) "
-            "with at least one token, one document id per token, and a start (B, 2 K).",
+            fix="Give decays and angles (K,), a drive (B, T, 2 K) with at least one token, one "
+            "document id per token, and a start (B, 2 K).",
         )

@@ -44,11 +44,8 @@ class _Steps:
 
     drive: Tensor
     """The drive of each step (B, S, E)."""
-    first: Tensor
-    """Eigenvalues by level (F, E) when fixed, logarithms (B, S, K) when polar."""
-    second: Tensor
-    """Angles (B, S, K) when polar, otherwise unused."""
-    form: str
+    factors: Tensor
+    """The eigenvalues of a step by level (F, E), this one first."""
     resets: Tensor | None
     """Where a document starts (B, S), bytes."""
     chunk: int
@@ -71,17 +68,17 @@ class _Steps:
         rows, steps, count = drive_BSE.shape[0], drive_BSE.shape[1], drive_BSE.shape[2] // 2
         # The kernel does not read the drive where it stands in for None.
         getattr(_kernels(), kernel)[(rows * self.chunks * -(-count // BLOCK),)](
-            drive_BSE, self.first, self.second, drive_BSE if resets_BS is None else resets_BS,
+            drive_BSE, self.factors, drive_BSE if resets_BS is None else resets_BS,
             drive_BSE if entering_BNE is None else entering_BNE, *others, steps, self.chunks,
-            COUNT=count, ENTERED=entering_BNE is not None, FORM=self.form,
-            CUT=resets_BS is not None, CHUNK=self.chunk, AT_ONCE=min(AT_ONCE, self.chunk),
-            BLOCK=BLOCK, num_warps=1, **constants,
+            COUNT=count, ENTERED=entering_BNE is not None, CUT=resets_BS is not None,
+            CHUNK=self.chunk, AT_ONCE=min(AT_ONCE, self.chunk), BLOCK=BLOCK, num_warps=1,
+            **constants,
         )  # fmt: skip
 
     def states(self, entering_BNE: Tensor | None, keeps: str) -> Tensor:
         """Return the state `after` or `before` every step."""
         kept_BSE = torch.empty_like(self.drive, dtype=torch.float32)
-        self._walk(entering_BNE, keeps, kept_BSE, kept_BSE, kept_BSE, kept_BSE)
+        self._walk(entering_BNE, keeps, kept_BSE, kept_BSE)
         return kept_BSE
 
     def above(self) -> _Steps:
@@ -93,16 +90,9 @@ class _Steps:
         rows, _, parts = self.drive.shape
         ends_BNE = self.drive.new_empty(rows, self.chunks, parts, dtype=torch.float32)
         cuts_BN = None if self.resets is None else self.resets.new_empty(rows, self.chunks)
-        logs_BNK, angles_BNK = (
-            ends_BNE.new_empty(rows, self.chunks, parts // 2, dtype=torch.float64) for _ in range(2)
-        )
-        self._walk(
-            None, "ends", ends_BNE, logs_BNK, angles_BNK, ends_BNE if cuts_BN is None else cuts_BN
-        )
-        over_chunks = replace(self, drive=ends_BNE, resets=cuts_BN, adds_first=False)
-        if self.form == "fixed":
-            return replace(over_chunks, first=self.first[1:])
-        return replace(over_chunks, first=logs_BNK, second=angles_BNK)
+        self._walk(None, "ends", ends_BNE, ends_BNE if cuts_BN is None else cuts_BN)
+        factors = self.factors[1:]
+        return replace(self, drive=ends_BNE, factors=factors, resets=cuts_BN, adds_first=False)
 
     def entering(self, start_BE: Tensor | None) -> Tensor | None:
         """Return the state that enters each chunk (B, N, E). None means zeros."""
@@ -133,8 +123,8 @@ def _kernels() -> ModuleType:
 
 
 def _steps(
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     drive_BTE: Tensor,
     resets_BT: Tensor | None,
     chunk_size: int,
@@ -147,21 +137,19 @@ def _steps(
         LONG if rows * blocks * -(-tokens // LONG) >= FULL else SHORT,
         1 << max(1, chunk_size.bit_length() - 1),
     )
-    first, second, form = log_decay.contiguous(), angle.contiguous(), "polar"
-    if log_decay.dim() == 1:
-        levels = next(level for level in range(1, tokens + 1) if chunk**level >= tokens)
-        exponents_F1 = torch.arange(levels, device=first.device)[:, None] * (chunk.bit_length() - 1)
-        tokens_F1 = exponents_F1.double().exp2()  # the angle over many tokens is a large number
-        powers_FK = torch.polar((first.double() * tokens_F1).exp(), second.double() * tokens_F1)
-        first, form = torch.cat((powers_FK.real, powers_FK.imag), dim=1).float(), "fixed"
+    levels = next(level for level in range(1, tokens + 1) if chunk**level >= tokens)
+    exponents_F1 = torch.arange(levels, device=angle_K.device)[:, None] * (chunk.bit_length() - 1)
+    tokens_F1 = exponents_F1.double().exp2()  # the angle over many tokens is a large number
+    powers_FK = torch.polar((log_decay_K.double() * tokens_F1).exp(), angle_K.double() * tokens_F1)
+    factors_FE = torch.cat((powers_FK.real, powers_FK.imag), dim=1).float()
     resets = None if resets_BT is None else resets_BT.contiguous().view(torch.uint8)
-    return _Steps(drive_BTE.contiguous(), first, second, form, resets, chunk, backward, backward)
+    return _Steps(drive_BTE.contiguous(), factors_FE, resets, chunk, backward, backward)
 
 
 @torch.library.custom_op("flatout::scan", mutates_args=())
 def states(
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     drive_BTE: Tensor,
     resets_BT: Tensor | None,
     start_BE: Tensor | None,
@@ -169,27 +157,27 @@ def states(
 ) -> Tensor:
     """Return the state after each token. A custom op, which compilers do not trace.
 
-    Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16;
+    Shapes:  log_decay_K, angle_K (K,), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16;
              resets_BT (B, T) bool; start_BE (B, 2 K) fp32.
     Returns: states_BTE, fp32.
     Cost:    as `flatout.ops.scan.reference`; a program walks at most `chunk_size` tokens, or two.
     """
     with torch.cuda.device_of(drive_BTE):  # type: ignore[no-untyped-call]
-        steps = _steps(log_decay, angle, drive_BTE, resets_BT, chunk_size, backward=False)
+        steps = _steps(log_decay_K, angle_K, drive_BTE, resets_BT, chunk_size, backward=False)
         entering_BNE = steps.entering(None if start_BE is None else start_BE.contiguous())
         return steps.states(entering_BNE, "after")
 
 
 @states.register_fake
-def _states_shape(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *_: object) -> Tensor:
+def _states_shape(log_decay_K: Tensor, angle_K: Tensor, drive_BTE: Tensor, *_: object) -> Tensor:
     return drive_BTE.new_empty(drive_BTE.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("flatout::scan_backward", mutates_args=())
 def _backward(
     grad_BTE: Tensor,
-    log_decay: Tensor,
-    angle: Tensor,
+    log_decay_K: Tensor,
+    angle_K: Tensor,
     states_BTE: Tensor,
     resets_BT: Tensor | None,
     start_BE: Tensor | None,
@@ -201,45 +189,45 @@ def _backward(
     They are the same bits on every run: no program adds to the output of another.
     """
     with torch.cuda.device_of(grad_BTE):  # type: ignore[no-untyped-call]
-        steps = _steps(log_decay, angle, grad_BTE, resets_BT, chunk_size, backward=True)
-        rows, tokens, parts = grad_BTE.shape
+        steps = _steps(log_decay_K, angle_K, grad_BTE, resets_BT, chunk_size, backward=True)
+        rows, _, parts = grad_BTE.shape
         drive_grad_BTE = torch.empty_like(steps.drive, dtype=drive_dtype)
-        start_grad_BE = log_decay.new_empty(rows, parts)
-        count = tokens if steps.form == "polar" else steps.chunks
-        along, across = (log_decay.new_empty(rows, count, parts // 2) for _ in range(2))
+        start_grad_BE = log_decay_K.new_empty(rows, parts)
+        along_BNK, across_BNK = (
+            log_decay_K.new_empty(rows, steps.chunks, parts // 2) for _ in range(2)
+        )
         steps.launch(
             "gradients",
             steps.entering(None),
             states_BTE.contiguous(),
             states_BTE if start_BE is None else start_BE.contiguous(),
             drive_grad_BTE,
-            along,
-            across,
+            along_BNK,
+            across_BNK,
             start_grad_BE,
             STARTED=start_BE is not None,
         )
-        if steps.form == "fixed":
-            along, across = along.sum(dim=(0, 1)), across.sum(dim=(0, 1))
-        return along, across, drive_grad_BTE, start_grad_BE
+        along_K, across_K = along_BNK.sum(dim=(0, 1)), across_BNK.sum(dim=(0, 1))
+        return along_K, across_K, drive_grad_BTE, start_grad_BE
 
 
 @_backward.register_fake
 def _backward_shapes(
-    grad_BTE: Tensor, log_decay: Tensor, angle: Tensor, states_BTE: Tensor, *others: Any
+    grad_BTE: Tensor, log_decay_K: Tensor, angle_K: Tensor, states_BTE: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     drive_dtype = others[-2]
     return (
-        log_decay.new_empty(log_decay.shape),
-        log_decay.new_empty(log_decay.shape),
+        torch.empty_like(log_decay_K),
+        torch.empty_like(log_decay_K),
         grad_BTE.new_empty(grad_BTE.shape, dtype=drive_dtype),
-        log_decay.new_empty(states_BTE[:, 0].shape),
+        log_decay_K.new_empty(states_BTE[:, 0].shape),
     )
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size = inputs
+    log_decay_K, angle_K, drive_BTE, resets_BT, start_BE, ctx.chunk_size = inputs
     ctx.drive_dtype = drive_BTE.dtype
-    ctx.save_for_backward(log_decay, angle, output, resets_BT, start_BE)
+    ctx.save_for_backward(log_decay_K, angle_K, output, resets_BT, start_BE)
 
 
 def _gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:

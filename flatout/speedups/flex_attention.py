@@ -10,7 +10,6 @@ from flatout.assembly.recipe import (
     lazy,
     needs_gpu,
     needs_package,
-    without_softcap,
 )
 from flatout.config.schema import RunConfig
 from flatout.hardware.machine import Machine
@@ -33,7 +32,6 @@ SPEEDUP = Speedup(
     "skipped, and there is no T x T mask",
     tolerance=Tolerance.rounding(rtol=1e-3),
     why_not=first_of(
-        without_softcap,
         _without_mask,
         needs_gpu("FlexAttention", (8, 0)),
         needs_package("triton"),

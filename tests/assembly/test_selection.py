@@ -56,17 +56,6 @@ def test_the_request_is_followed():
     assert "micro-batch" not in on("auto", CPU, "batch.rows_per_device=4")
 
 
-@pytest.mark.parametrize("machine", [CPU, HOPPER], ids=["cpu", "gpu"])
-def test_attention_kernels_are_rejected_where_scores_are_capped(machine):
-    """No kernel limits the scores, so attention is the plain one."""
-    kernels, packed = {"fused-attention", "flex-attention"}, "data.document_mask=true"
-    assert kernels & on("auto", machine, packed)
-    found = decided(machine, packed, "model.attention_softcap=30")
-    for name in kernels:
-        assert not found[name].on
-        assert "model.attention_softcap" in found[name].reason
-
-
 def test_a_speedup_that_cannot_run_is_off_under_auto_and_rejected_when_named():
     off = decided(CPU)["tf32"]
     assert not off.on

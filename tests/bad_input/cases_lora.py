@@ -35,9 +35,6 @@ other keys without a rank
 Muon
     train my.yaml lora.rank=4 optim.kind=muon train.init_from=runs/first
     optim.kind=muon -> optim.kind=adamw
-a base in bf16 without matmuls in bf16
-    train my.yaml lora.rank=4 lora.base_dtype=bf16 train.init_from=runs/first
-    lora.base_dtype=bf16 | fp32 matmuls -> lora.base_dtype=fp32
 """),
     Case(
         "adapters whose base was deleted",
@@ -57,6 +54,6 @@ a base in bf16 without matmuls in bf16
         "QLoRA",
         "train my.yaml load_in_4bit=true",
         ("'load_in_4bit'",),
-        ("there is no QLoRA", "lora.base_dtype=bf16"),
+        ("there is no QLoRA",),
     ),
 ]

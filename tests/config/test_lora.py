@@ -32,13 +32,7 @@ def test_a_config_without_adapters_has_no_section():
         ("lora.rank=4 lora.targets=[]", "names no layer", "all-linear"),
         ("lora.rank=4 lora.dropout=1", "less than 1", "lora.dropout"),
         ("lora.rank=4 optim.kind=muon", "optim.kind=muon", "optim.kind=adamw"),
-        (
-            "lora.rank=4 lora.base_dtype=bf16 parallel.shard=2",
-            "parallel.shard=2",
-            "lora.base_dtype=fp32",
-        ),
         ("load_in_4bit=true", "load_in_4bit", "no QLoRA"),
-        ("load_in_4bit=true", "load_in_4bit", "lora.base_dtype=bf16"),
     ],
 )
 def test_contradictions_are_rejected(overrides, message, fix):

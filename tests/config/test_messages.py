@@ -114,7 +114,6 @@ def test_an_unknown_key_suggests_the_nearest(expected, keys):
         ("tensorboard=off", "Did you mean 'log.to'? Write log.to=none."),
         ("packing=false", "Did you mean 'data.document_mask'? Write data.document_mask=true."),
         ("mixed_precision=no", "Did you mean 'train.precision'? Write train.precision=fp32."),
-        ("use_hten=false", "Did you mean 'model.scales'? Write model.scales=[1]."),
         ("train.precision=no", "Did you mean train.precision=fp32? train.precision: "),
         ("train.precision=bf16-mixed", "Did you mean train.precision=bf16? "),
         ("speedups=false", "Did you mean speedups=none? "),

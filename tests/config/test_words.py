@@ -28,6 +28,7 @@ from flatout.config.registry import (
 from flatout.config.schema import RunConfig, load_config, validate
 from flatout.config.words import TABLE, listings, name_for, removed, value_for, word_for, words
 from flatout.errors import ConfigError, DataError
+from flatout.models.language_model import model_of
 from flatout.optim.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +166,6 @@ def test_presets_are_answered_with_a_recipe(name, recipe, tmp_path, monkeypatch)
         ("--checkpoint_dir", "--run-dir"),
         ("--mixed-precision", "train.precision=VALUE"),
         ("--pretokenized", "flatout prepare"),
-        ("--use_hten", "model.scales=VALUE"),
         ("--num_workers", "memory-mapped"),
         ("--val_split", "--split"),
     ],
@@ -212,7 +212,7 @@ def use(what: str) -> None:
         noun, _, name = what.rpartition(" ")
         raise unknown_name(noun, name, ())
     elif "." in what:
-        load_config(None, [f"{what}=1"])
+        model_of(load_config(None, [f"{what}=1", "model.vocab_size=8"]))
     else:
         cli.call([what], ExitStack(), False)
 

@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 MODELS = {
     "grouped": {"num_kv_heads": 2, "activation": "swiglu", "bias": True, "tied_head": False},
-    "eigenstate": {"eigenvalues": "selective", "bias": True},
+    "eigenstate": {"num_eigenstates": 8, "bias": True},
 }
 
 

@@ -20,10 +20,10 @@ from flatout.distributed.tensor import cut_dim  # noqa: E402
 from flatout.models.meta import boxes_of  # noqa: E402
 
 MORE = {
-    "neox": {"norm": "layernorm", "bias": True, "parallel_residual": True, "post_norm": True},
-    "gemma": {"activation": "geglu", "bias": True, "embedding_scale": 2.0, "logit_scale": 0.5},
+    "neox": {"norm": "layernorm", "bias": True, "parallel_residual": True},
+    "geglu": {"activation": "geglu", "bias": True, "logit_scale": 0.5},
     "capped": {"tied_head": False, "logit_softcap": 3.0, "z_loss": 0.01},
-    "eigenstate-bias": {"bias": True, "eigenvalues": "selective", "positions": "learned"},
+    "eigenstate-bias": {"num_eigenstates": 8, "bias": True, "positions": "learned"},
 }
 
 

@@ -14,8 +14,7 @@ SEQ_LEN = 17
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False}
 NEOX = {"parallel_residual": True, "rotary_dims": 2, "activation": "gelu_exact"}
-SCALED = {"embedding_scale": 5.0, "logit_scale": 0.5, "rotary_scaling": "llama3"}
-GEMMA_2 = {"post_norm": True, "attention_softcap": 2.0, "logit_softcap": 20.0}
+SCALED = {"logit_scale": 0.5, "rotary_scaling": "llama3"}
 TRANSFORMERS = {
     "default": {},
     "gpt2": {"positions": "learned", "activation": "gelu", "bias": True, "dropout": 0.1},
@@ -29,7 +28,7 @@ TRANSFORMERS = {
     },
     "own head size": {"head_dim": 6, "num_kv_heads": 1, "d_ff": 40, "norm": "rmsnorm"},
     "gpt_neox": {**NEOX, "bias": True, "tied_head": False, "dropout": 0.1},
-    "gemma, scaled": {
+    "scaled": {
         "norm": "rmsnorm",
         "activation": "geglu",
         "qkv_bias": True,
@@ -37,18 +36,17 @@ TRANSFORMERS = {
         "rotary_factor": 8.0,
         "rotary_original_len": 16,
     },
-    "gemma 2": {
+    "windows in some layers": {
         "norm": "rmsnorm",
         "activation": "geglu",
         "window": 5,
         "full_attention_every": 2,
-        **GEMMA_2,
+        "logit_softcap": 20.0,
     },
 }
 EIGENSTATES = {
     "default": {},
-    "hierarchical": {"scales": (1, 2, 4, 8), "tied_head": False},
-    "selective": {"eigenvalues": "selective", "bias": True, "dropout": 0.1, "num_eigenstates": 12},
+    "untied": {"tied_head": False, "dropout": 0.1, "num_eigenstates": 12},
     "learned positions": {"positions": "learned", "bias": True},
 }
 SHAPES = {"transformer": TRANSFORMERS, "eigenstate": EIGENSTATES}

@@ -29,7 +29,6 @@ TRANSFORMERS = {
     "scaled": {
         "activation": "geglu",
         "qkv_bias": True,
-        "embedding_scale": 5.0,
         "logit_scale": 0.5,
         "rotary_scaling": "linear",
         "rotary_factor": 4.0,
@@ -37,8 +36,6 @@ TRANSFORMERS = {
     "windows in some layers": {
         "window": 5,
         "full_attention_every": 2,
-        "post_norm": True,
-        "attention_softcap": 2.0,
     },
 }
 EIGENSTATES = {"default": {}, "learned positions": {"positions": "learned"}}

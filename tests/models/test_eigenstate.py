@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError, ShapeError
-from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
+from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Eigenvalues
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan
 from flatout.optim import muon
 from flatout.optim.adamw import per_parameter
@@ -30,12 +30,12 @@ def tokens_of(rows, tokens):
     return torch.randint(11, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
-def memories(model):
-    return [module for module in model.modules() if isinstance(module, Memory)]
+def eigenvalues_of(model):
+    return [module for module in model.modules() if isinstance(module, Eigenvalues)]
 
 
 def magnitudes(model):
-    return torch.cat([(-each.log_rate.exp()).exp() for each in memories(model)]).detach()
+    return torch.cat([(-each.log_rate.exp()).exp() for each in eigenvalues_of(model)]).detach()
 
 
 def traced(model, tokens, ids=None):
@@ -45,15 +45,10 @@ def traced(model, tokens, ids=None):
     return model.logits(tokens, ids), embedded[0]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"scales": (1, 2, 4, 8)}, {"eigenvalues": "selective"}],
-    ids=["fixed", "hierarchical", "selective"],
-)
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000])
-def test_results_do_not_depend_on_the_chunk_size(changes, chunk_size):
-    plain = make_model(ops=Ops.plain(), **changes).double()
-    chunked = make_model(chunk_size=chunk_size, **changes).double()
+def test_results_do_not_depend_on_the_chunk_size(chunk_size):
+    plain = make_model(ops=Ops.plain()).double()
+    chunked = make_model(chunk_size=chunk_size).double()
     tokens = tokens_of(2, 50)
     expected, actual = (model(tokens, tokens)[0] for model in (plain, chunked))
     expected.backward()
@@ -107,18 +102,18 @@ def test_an_optimizer_step_rotates_old_states_only_slightly():
     """If angles were learned in radians, a step of 0.01 would rotate a state of 4,096 tokens ago
     six times.
     """
-    for memory in memories(make_model(seq_len=4096, num_eigenstates=64)):
-        log_decay, before = memory.eigenvalues(None)
+    for eigenvalues in eigenvalues_of(make_model(seq_len=4096, num_eigenstates=64)):
+        log_decay, before = eigenvalues()
         with torch.no_grad():
-            memory.detuning += 0.01
-        turned = (memory.eigenvalues(None)[1] - before) / -log_decay
+            eigenvalues.detuning += 0.01
+        turned = (eigenvalues()[1] - before) / -log_decay
         torch.testing.assert_close(turned, torch.full_like(turned, 0.01), rtol=0.02, atol=5e-3)
 
 
 @pytest.mark.parametrize("count", [8, 64, 333, 1024])
 def test_initial_angles_differ_from_each_other_and_from_zero(count):
-    memory = memories(make_model(num_eigenstates=count, num_heads=1))[0]
-    places = memory.eigenvalues(None)[1].sort().values / (2 * math.pi)
+    eigenvalues = eigenvalues_of(make_model(num_eigenstates=count, num_heads=1))[0]
+    places = eigenvalues()[1].sort().values / (2 * math.pi)
     gaps = torch.diff(places, prepend=torch.zeros(1), append=torch.ones(1))
     assert 0.3 / count < gaps.min()
     assert gaps.max() < 2 / count
@@ -135,8 +130,8 @@ def test_the_drive_has_unit_variance_at_any_width():
 def test_no_eigenvalue_exceeds_one():
     model = make_model()
     with torch.no_grad():
-        for memory in memories(model):
-            memory.log_rate.uniform_(-30, 30)
+        for eigenvalues in eigenvalues_of(model):
+            eigenvalues.log_rate.uniform_(-30, 30)
     assert magnitudes(model).max() <= 1
     loss, _ = model(tokens_of(1, 64), tokens_of(1, 64))
     loss.backward()
@@ -153,34 +148,22 @@ def test_an_initial_gate_is_nearly_closed():
 
 def test_states_have_the_variance_of_their_drive():
     """White noise of variance 1 gives states of variance 1, whatever the time constant."""
-    memory = memories(make_model(seq_len=256, num_eigenstates=32))[0]
+    recurrence = make_model(seq_len=256, num_eigenstates=32).blocks[0].recurrence
     drive = torch.randn(4, 8192, 64, generator=torch.Generator().manual_seed(0))
-    states = memory(drive, memory.eigenvalues(None), None)[:, 2048:].detach()
+    recurrence.drive = torch.nn.Identity()
+    states = recurrence.states(drive)[:, 2048:].detach()
     assert float(states.var(dim=(0, 1)).mean()) == pytest.approx(1, rel=0.1)
     assert states.var(dim=(0, 1)).max() < 2
 
 
-def test_a_coarse_scale_does_not_leak_the_future():
-    """Groups of four tokens would leak the future if available before their last token."""
-    logits, embedded = traced(make_model(scales=(4,)).double(), tokens_of(1, 12))
-    (gradient,) = torch.autograd.grad(logits[0, 6].sum(), embedded)
-    told_of = (gradient[0].abs().sum(dim=-1) > 0).nonzero().flatten().tolist()
-    assert told_of == [0, 1, 2, 3, 6], "a full group, and itself"
-
-
 @pytest.mark.parametrize("variant", variants(scan))
-@pytest.mark.parametrize(
-    "changes",
-    [{"scales": (1, 2, 4, 8)}, {"scales": (3,)}, {"eigenvalues": "selective"}],
-    ids=["hierarchical", "coarse", "selective"],
-)
-def test_a_packed_document_has_the_same_logits_as_alone(changes, variant):
+def test_a_packed_document_has_the_same_logits_as_alone(variant):
     """They are equal up to rounding.
 
     A logit, here below 0.4, passes about forty operations, each of which rounds it by at most half
     an eps: 40 x 0.4 x 6e-8 in fp32.
     """
-    model = make_model(ops=Ops.plain(scan=variants(scan)[variant]), **changes)
+    model = make_model(ops=Ops.plain(scan=variants(scan)[variant]))
     lengths = (5, 1, 11, 8)
     tokens = tokens_of(1, sum(lengths))
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -195,29 +178,13 @@ def test_a_packed_document_has_the_same_logits_as_alone(changes, variant):
     torch.testing.assert_close(packed[:, -lengths[-1] :], read, rtol=0, atol=2e-15)
 
 
-def test_a_packed_document_is_causal():
-    """The gradients prove it; groups start at arbitrary positions."""
-    lengths = (3, 6, 7)
-    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    model = make_model(scales=(2, 4)).double()
-    logits, embedded = traced(model, tokens_of(1, sum(lengths)), ids)
-    for t in range(sum(lengths)):
-        (gradient,) = torch.autograd.grad(logits[0, t].sum(), embedded, retain_graph=True)
-        told_of = (gradient[0].abs().sum(dim=-1) > 0).nonzero().flatten().tolist()
-        first = sum(lengths[: int(ids[0, t])])
-        complete = first + (t + 1 - first) // 2 * 2
-        assert told_of == [*range(first, complete), *range(max(complete, t), t + 1)], f"token {t}"
-
-
 def test_the_decoder_state_does_not_grow():
-    reader = make_model(scales=(1, 4)).eval().decoder()
-    sizes = []
+    reader = make_model().eval().decoder()
+    sizes = set()
     for _ in range(40):
         reader.read(tokens_of(2, 3))
-        states = [one for layer in reader._states for one in layer]
-        held = [tensor for one in states for tensor in (one.last, one.pending)]
-        sizes.append(sum(tensor.numel() for tensor in held if tensor is not None))
-    assert max(sizes[4:]) == max(sizes[4:12])
+        sizes.add(sum(state.numel() for state in reader._states))
+    assert len(sizes) == 1
     assert reader.max_tokens is None
 
 
@@ -273,9 +240,6 @@ def test_the_published_memory_has_no_gradient_4096_tokens_back():
         ({"num_eigenstates": 10, "num_heads": 4}, "model.num_heads=5"),
         ({"chunk_size": 0}, "model.chunk_size"),
         ({"chunk_size": "fast"}, "model.chunk_size"),
-        ({"scales": ()}, r"model.scales=\[1,2,4,8\]"),
-        ({"scales": (2, 2)}, r"model.scales=\[1,2,4,8\]"),
-        ({"scales": (1, 2), "eigenvalues": "selective"}, r"model.scales=\[1\]"),
         ({"max_seq_len": 16}, r"has no effect.*model\.positions=learned"),
         ({"positions": "learned", "max_seq_len": 8}, r"exceeds the model's 8 positions"),
     ],

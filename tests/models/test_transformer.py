@@ -138,15 +138,6 @@ def test_the_logit_scale_multiplies_logits_and_precedes_the_softcap():
     torch.testing.assert_close(capped.logits(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_embedding_scale_multiplies_token_embeddings_only():
-    plain, scaled = same_weights(embedding_scale=4.0)
-    assert torch.equal(scaled.embed(TOKENS), plain.embed(TOKENS) * 4)
-    config = make_config(embedding_scale=4.0, positions="learned")
-    learned = Transformer(config, FAST)
-    expected = learned.token_embedding(TOKENS) * 4 + learned.position_embedding.weight
-    assert torch.equal(learned.embed(TOKENS), expected)
-
-
 def test_a_parallel_mlp_reads_the_input_of_attention():
     _, parallel = same_weights(parallel_residual=True)
     block, hidden = parallel.blocks[0], torch.randn(2, 16, 32)
@@ -217,25 +208,6 @@ def test_a_window_limits_the_visible_tokens():
     blocks = Transformer(config, FAST).blocks
     assert [block.attention.window for block in blocks] == [3, None, 3, None, 3]
     assert len({repr(block) for block in blocks}) == 2, "the memory estimate tells them apart"
-
-
-def test_norms_follow_attention_and_mlp():
-    torch.manual_seed(0)
-    model = Transformer(make_config(post_norm=True, norm="rmsnorm", rms_norm_eps=1e-12), FAST)
-    block, hidden = model.blocks[0], torch.randn(2, 16, 32)
-    torch.nn.init.constant_(block.attention.post_norm.weight, 3.0)
-    for part in (block.attention(hidden, None) / 3, block.mlp(hidden)):
-        sizes = part.square().mean(-1).sqrt()
-        torch.testing.assert_close(sizes, torch.ones(2, 16), rtol=1e-3, atol=0)
-
-
-def test_the_softcap_of_attention_limits_the_scores():
-    """With a tiny cap, all visible keys have nearly the same weight."""
-    _, capped = same_weights(attention_softcap=1e-4)
-    layer, hidden = capped.blocks[0].attention, torch.randn(1, 16, 32)
-    values = layer.qkv(hidden).chunk(3, dim=-1)[2]
-    mean = values.cumsum(1) / torch.arange(1, 17)[:, None]
-    torch.testing.assert_close(layer(hidden, None), layer.output(mean), rtol=1e-3, atol=1e-5)
 
 
 def test_more_tokens_than_positions_are_rejected_with_a_fix():

@@ -23,8 +23,6 @@ CASES = {
     "last queries": case(4, 2, 3, 17),
     "last query": case(4, 2, 1, 17),
     "last query, window": case(2, 2, 1, 17, window=4),
-    "softcap": case(4, 2, 19, softcap=0.7),
-    "softcap, documents, window": case(2, 2, 29, documents=4, window=6, softcap=0.7),
 }
 LONG = {
     "documents": case(2, 2, 300, documents=5, head_dim=16),
@@ -47,7 +45,6 @@ def random_inputs(
     keys,
     documents=None,
     window=None,
-    softcap=None,
     rows=2,
     head_dim=8,
     dtype=torch.float32,
@@ -61,8 +58,7 @@ def random_inputs(
         ids = (
             torch.randint(documents, (rows, queries), generator=generator).sort(dim=1).values.int()
         )
-    options = {"doc_ids_BS": ids, "window": window}
-    return (q, k, v), options if softcap is None else options | {"softcap": softcap}
+    return (q, k, v), {"doc_ids_BS": ids, "window": window}
 
 
 def with_gradients(function, tensors, options):

@@ -1,16 +1,11 @@
 import math
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import assert_close_to_largest
 from op_variants import variants
 
-from flatout.errors import MissingPackage, ShapeError
+from flatout.errors import ShapeError
 from flatout.ops import at_least_fp32, cross_entropy
 
 VARIANTS = variants(cross_entropy)
@@ -136,30 +131,6 @@ def test_mismatched_shapes_are_rejected_with_a_fix(name):
     ):
         with pytest.raises(ShapeError, match="Fix:"):
             VARIANTS[name](*wrong)
-
-
-@pytest.mark.skipif(
-    find_spec("liger_kernel") is None or find_spec("triton") is None,
-    reason="needs liger-kernel, which brings Triton",
-)
-def test_ligers_kernels_match_the_reference():
-    """Softcap, z-loss and ignored targets in Triton's interpreter, which needs its own process."""
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}  # those of the tests too
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_liger.py"))],
-        env={**os.environ, **paths, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.stdout.endswith("all agree\n"), done.stderr[-2000:]
-
-
-def test_missing_liger_names_the_install_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)
-    hidden, weight, targets = random_inputs(**CASES["plain"])
-    with pytest.raises(MissingPackage, match=r'pip install "flatout\[liger\]"'):
-        cross_entropy._by_liger(hidden.flatten(0, 1), weight, targets.flatten(), None, 0.0)
 
 
 def test_at_least_fp32_never_narrows():

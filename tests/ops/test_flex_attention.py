@@ -64,32 +64,6 @@ def mask(doc_ids_BT, window, tokens):
     return attention.block_mask(torch.empty(1, tokens), doc_ids_BT, window)
 
 
-@pytest.mark.parametrize("case", LONG)
-def test_the_blocks_match_those_of_the_full_mask(case):
-    """torch derives them from a T x T mask; flatout from bounds."""
-    tensors, options = random_inputs(**LONG[case])
-    rows, _, tokens, _ = tensors[0].shape
-    actual = mask(options["doc_ids_BS"], options["window"], tokens)
-    rows = 1 if options["doc_ids_BS"] is None else rows
-    expected = torch_flex.create_block_mask(
-        actual.mask_mod, rows, None, tokens, tokens, device="cpu"
-    )
-    assert torch.equal(actual.to_dense(), expected.to_dense())
-    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-    for name in ("kv_indices", "full_kv_indices"):
-        count = getattr(expected, name.replace("indices", "num_blocks"))
-        listed = torch.arange(getattr(expected, name).shape[-1]) < count[..., None]
-        assert torch.equal(getattr(actual, name)[listed], getattr(expected, name)[listed]), name
-
-
-def test_ids_in_any_order_skip_no_visible_pair():
-    ids = torch.randint(3, (2, 520), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
-    actual = mask(ids, None, 520)
-    expected = torch_flex.create_block_mask(actual.mask_mod, 2, None, 520, 520, device="cpu")
-    assert not (expected.to_dense() > actual.to_dense()).any()
-
-
 def test_masked_blocks_are_skipped():
     halves = (torch.arange(4096) >= 2048).int().expand(1, -1)
     assert int(mask(None, 4096, 4096).to_dense().sum()) == 32 * 33 // 2

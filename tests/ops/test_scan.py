@@ -19,10 +19,9 @@ FAST = sorted(set(VARIANTS) - {"reference"})
 TRITON = {"triton"}
 KINDS = {
     "fixed": {},
-    "selective": {"selective": True},
     "documents": {"documents": True},
-    "selective, documents, start": {"selective": True, "documents": True, "start": True},
     "start": {"start": True},
+    "documents, start": {"documents": True, "start": True},
 }
 SIZES = [(1, 4), (5, 128), (37, 8), (64, 64), (129, 128), (300, 7)]
 """Tokens and chunk sizes: odd lengths, and chunks that do not divide them."""
@@ -41,19 +40,16 @@ def triton_interpreted(request):
         request.getfixturevalue("interpreted")
 
 
-def random_inputs(
-    rows, tokens, eigenstates, *, selective=False, documents=False, start=False, dtype=torch.float64
-):
+def random_inputs(rows, tokens, eigenstates, *, documents=False, start=False, dtype=torch.float64):
     """Return the inputs of a recurrence, the same numbers in every dtype.
 
     Time constants range from 1 to the number of tokens.
     """
     generator = torch.Generator().manual_seed(tokens)
-    shape = (rows, tokens, eigenstates) if selective else (eigenstates,)
-    memory = torch.exp(torch.rand(shape, generator=generator) * math.log(tokens + 1))
+    memory = torch.exp(torch.rand(eigenstates, generator=generator) * math.log(tokens + 1))
     given = {
         "log_decay": -1 / memory,
-        "angle": torch.rand(shape, generator=generator) * 2 * math.pi,
+        "angle": torch.rand(eigenstates, generator=generator) * 2 * math.pi,
         "drive": torch.randn(rows, tokens, 2 * eigenstates, generator=generator),
     }
     if start:
@@ -109,8 +105,7 @@ def by_complex_numbers(given, doc_ids):
         for t in range(tokens):
             if doc_ids is not None and t and doc_ids[b, t] != doc_ids[b, t - 1]:
                 state = 0j
-            place = (b, t, k) if given["angle"].dim() == 3 else (k,)
-            state *= cmath.rect(math.exp(given["log_decay"][place]), float(given["angle"][place]))
+            state *= cmath.rect(math.exp(given["log_decay"][k]), float(given["angle"][k]))
             state += complex(given["drive"][b, t, k], given["drive"][b, t, count + k])
             states[b, t, k], states[b, t, count + k] = state.real, state.imag
     return states
@@ -141,16 +136,16 @@ def test_values_and_gradients_match_the_reference_in_fp64(
 LONG = 32_768 if torch.cuda.is_available() else 4_096
 """Tokens of a long text: the reference takes a step for each."""
 LONG_LIMITS = {"log_decay": 1e-3, "angle": 1e-3}
-LONG_TEXTS = {"fixed": {}, "one document, then another": {}, "selective": {"selective": True}}
+LONG_TEXTS = ("one document", "one document, then another")
 
 
 @pytest.fixture(scope="module", params=LONG_TEXTS)
 def long_text(request):
     """Return inputs of a long text and the expected results; memory spans thousands of tokens."""
-    given, _, weights = random_inputs(1, LONG, 4, dtype=torch.float32, **LONG_TEXTS[request.param])
-    doc_ids = (torch.arange(LONG) >= LONG // 4).int()[None] if "document" in request.param else None
+    given, _, weights = random_inputs(1, LONG, 4, dtype=torch.float32)
+    doc_ids = (torch.arange(LONG) >= LONG // 4).int()[None] if "then" in request.param else None
     # `chunked` equals the reference to 1e-11 in fp64, and is much faster
-    exactly = scan.reference if request.param == "fixed" else scan.chunked
+    exactly = scan.reference if request.param == "one document" else scan.chunked
     expected = with_gradients(exactly, cast(given, torch.float64), doc_ids, weights)
     return given, doc_ids, weights, expected
 
@@ -184,10 +179,9 @@ def test_autocast_does_not_affect_it(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("selective", [False, True], ids=["fixed", "selective"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-def test_documents_are_separate_even_with_nan(name, selective, dtype):
-    given, _, _ = random_inputs(1, 40, 2, selective=selective, dtype=dtype)
+def test_documents_are_separate_even_with_nan(name, dtype):
+    given, _, _ = random_inputs(1, 40, 2, dtype=dtype)
     doc_ids = (torch.arange(40) >= 17).int()[None]
 
     def gradients(weights):

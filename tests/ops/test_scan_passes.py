@@ -77,26 +77,24 @@ def test_a_narrow_drive_is_not_copied(interpreted, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "chunk"), [(1, scan_passes.SHORT), (4, scan_passes.LONG)])
 def test_chunks_are_short_when_a_gpu_would_not_be_full(rows, chunk):
-    eigenvalues = torch.empty(rows, 32_768, 128, device="meta")
+    eigenvalues = torch.empty(128, device="meta")
     drive = torch.empty(rows, 32_768, 256, device="meta")
     steps = scan_passes._steps(eigenvalues, eigenvalues, drive, None, 128, backward=False)
     assert steps.chunk == chunk
     assert rows * steps.chunks * 128 // scan_passes.BLOCK >= scan_passes.FULL
 
 
-def compiled(name, form, *, narrow="*bf16", **others):
+def compiled(name, *, narrow="*bf16", **others):
     """Compile a kernel with documents and 128 eigenstates for an H100 or H200."""
     kernel = getattr(scan_kernels, name)
-    constants = {"COUNT": 128, "ENTERED": True, "FORM": form, "CUT": True, **others}
+    constants = {"COUNT": 128, "ENTERED": True, "CUT": True, **others}
     constants |= {key: getattr(scan_passes, key) for key in ("AT_ONCE", "BLOCK")}
     constants["CHUNK"] = scan_passes.LONG
     types = dict.fromkeys(kernel.arg_names, "*fp32")
     types |= dict.fromkeys(("drive", "drive_grad", "states"), narrow)
     types |= {"resets": "*u8", "cuts": "*u8", "steps": "i32", "chunks": "i32"}
-    if others.get("KEEPS") == "ends":
-        types |= {"logs": "*fp64", "angles": "*fp64"}
-    elif name == "walk":
-        types |= dict.fromkeys(("kept", "logs", "angles", "cuts"), narrow)
+    if others.get("KEEPS") == "after":
+        types["kept"] = narrow
     types |= dict.fromkeys(constants, "constexpr")
     signature = {key: types[key] for key in kernel.arg_names}
     source = triton.compiler.ASTSource(kernel, signature, constants)
@@ -115,26 +113,24 @@ REGISTERS = 128
 
 
 @pytest.mark.parametrize("narrow", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("form", ["fixed", "polar"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_compile_for_a_gpu_and_fit_its_registers(kernel, form, narrow, tmp_path):
-    """No registers spill: only CUDA's sine of large angles uses the stack."""
+def test_kernels_compile_for_a_gpu_and_fit_its_registers(kernel, narrow, tmp_path):
+    """No registers spill."""
     name, constants = KERNELS[kernel]
     binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(compiled(name, form, narrow=narrow, **constants).asm["cubin"])
+    binary.write_bytes(compiled(name, narrow=narrow, **constants).asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     output = subprocess.check_output([tool, "--dump-resource-usage", binary], text=True)
     used = dict(re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", output))
     assert int(used["REG"]) <= REGISTERS
-    assert int(used["STACK"]) <= (32 if form == "polar" else 0)
-    assert used["SHARED"] == used["LOCAL"] == "0"
+    assert used["STACK"] == used["SHARED"] == used["LOCAL"] == "0"
 
 
 @pytest.mark.parametrize("kernel", ["states", "gradients"])
 def test_kernels_round_to_nearest(kernel):
     """The error of truncation is biased and would accumulate over tokens."""
     name, constants = KERNELS[kernel]
-    assembly = compiled(name, "fixed", **constants).asm["ptx"]
+    assembly = compiled(name, **constants).asm["ptx"]
     conversions = re.findall(r"\bcvt\.\S*bf16\S*\.f32\b", assembly)
     assert conversions
     assert all(each.startswith("cvt.rn.") for each in conversions)

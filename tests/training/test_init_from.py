@@ -171,7 +171,7 @@ def test_keys_that_do_not_affect_the_weights_may_differ_and_are_reported(
     )
 
 
-def test_other_chunks_and_first_memories_are_the_same_model(tiny_config, tmp_path):
+def test_other_chunks_and_initial_memories_are_the_same_model(tiny_config, tmp_path):
     eigenstate = {
         "model__kind": "eigenstate",
         "model__d_model": 8,

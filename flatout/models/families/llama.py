@@ -23,9 +23,7 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256}
-"""The head size of a config.json that states none. By default, that of the width."""
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma": 16, "gemma2": 4}
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 """The key and value heads of a config.json that states none. By default, the query heads."""
 WINDOW = 4096
 """The window of a Mistral or windowed Qwen config.json that states none. Null means no window."""
@@ -48,14 +46,9 @@ SIZES = (
         "head_dim",
         "head_dim",
         lambda document, keys: (
-            HEAD_DIM.get(document["model_type"]) or keys["d_model"] // keys["num_heads"]
+            128 if document["model_type"] == "qwen3" else keys["d_model"] // keys["num_heads"]
         ),
     ),
-)
-"""The first fields of Llama and Gemma. Between these and the next is the activation."""
-MORE_SIZES = (
-    *sizes("max_position_embeddings=max_seq_len"),
-    entry("rms_norm_eps", "rms_norm_eps", 1e-6),
 )
 
 TENSORS = """
@@ -150,7 +143,8 @@ ARCHITECTURE = Architecture(
     fields=(
         *SIZES,
         only("hidden_act", "silu"),
-        *MORE_SIZES,
+        *sizes("max_position_embeddings=max_seq_len"),
+        entry("rms_norm_eps", "rms_norm_eps", 1e-6),
         entry("tie_word_embeddings", "tied_head", False),
         Field(read_variant, write_variant),
         rotary(),

@@ -7,7 +7,6 @@ their values if they differ.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,11 +53,8 @@ OPTIONAL = (
     "qk_norm",
     "window",
     "full_attention_every",
-    "post_norm",
-    "embedding_scale",
     "logit_scale",
     "logit_softcap",
-    "attention_softcap",
 )
 """Keys of a shape that some families have no entry for: their models have the defaults."""
 
@@ -154,7 +150,7 @@ class Architecture:
             back = back.model_copy(update={"bias": False})
         for key in (*keys, *OPTIONAL):
             stated, value = resolved(config, key), resolved(back, key)
-            if stated != value and not (key == "embedding_scale" and math.isclose(stated, value)):
+            if stated != value:
                 return f"model.{key} is {stated}, but {name} would have {value}."
         return None
 
@@ -322,11 +318,8 @@ def rotary(base: str = "rope_theta") -> Field:
 
 
 SAME = (lambda parts: parts[0], lambda whole: [whole])
-TRANSFORMS = {
-    "transposed": (lambda parts: parts[0].t(), lambda whole: [whole.t()]),
-    "plus_one": (lambda parts: parts[0] + 1, lambda whole: [whole - 1]),
-}
-"""The family stores the axes of a matrix in the opposite order. A gain as its difference from 1."""
+TRANSFORMS = {"transposed": (lambda parts: parts[0].t(), lambda whole: [whole.t()])}
+"""The family stores the axes of a matrix in the opposite order."""
 
 
 def stacked(*rows: int) -> tuple[Any, Any]:

@@ -95,8 +95,8 @@ blocks.{}.recurrence.output.weight layers.{}.out_proj.weight
 blocks.{}.recurrence.drive.weight drive layers.{}.in_proj.weight layers.{}.log_decay
 blocks.{}.recurrence.drive.bias no_bias layers.{}.in_proj.weight
 blocks.{}.recurrence.output.bias no_bias layers.{}.out_proj.weight
-blocks.{}.recurrence.memories.0.log_rate log_rate layers.{}.log_decay
-blocks.{}.recurrence.memories.0.detuning detuning layers.{}.log_decay layers.{}.frequency
+blocks.{}.recurrence.eigenvalues.log_rate log_rate layers.{}.log_decay
+blocks.{}.recurrence.eigenvalues.detuning detuning layers.{}.log_decay layers.{}.frequency
 blocks.{}.recurrence.coupling coupling"""
 """flatout multiplies the drive by a gain and states the coupling as a difference from the identity,
 so both are divided out here. Biases that the FFT layer lacks are 0.

@@ -23,17 +23,6 @@ SHAPES = {
     "mistral": {"norm": "rmsnorm", "activation": "swiglu", "window": 5},
     "qwen2": {"norm": "rmsnorm", "activation": "swiglu", "qkv_bias": True},
     "qwen3": {"norm": "rmsnorm", "activation": "swiglu", "qk_norm": True, "head_dim": 24},
-    "gemma": {"norm": "rmsnorm", "activation": "geglu", "embedding_scale": 32**0.5},
-    "gemma2": {
-        "norm": "rmsnorm",
-        "activation": "geglu",
-        "embedding_scale": 32**0.5,
-        "post_norm": True,
-        "window": 5,
-        "full_attention_every": 2,
-        "logit_softcap": 30.0,
-        "attention_softcap": 2.0,
-    },
 }
 """Keys under `model.` of shapes that a class of transformers has."""
 CLASSES = {
@@ -45,8 +34,6 @@ CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
 }
 EIGENSTATE = {"kind": "eigenstate", "num_eigenstates": 8}
 OWN_SHAPES = {
@@ -57,7 +44,6 @@ OWN_SHAPES = {
         "activation": "geglu",
         "logit_softcap": 5.0,
         "logit_scale": 0.5,
-        "embedding_scale": 2.0,
         "qk_norm": True,
         "num_kv_heads": 1,
         "tied_head": False,
@@ -69,13 +55,10 @@ OWN_SHAPES = {
         "rotary_dims": 8,
         "window": 5,
         "full_attention_every": 2,
-        "attention_softcap": 2.0,
-        "post_norm": True,
         "parallel_residual": True,
     },
     "eigenstate": EIGENSTATE,
-    "eigenstate-selective": {**EIGENSTATE, "eigenvalues": "selective", "bias": True},
-    "eigenstate-scales": {**EIGENSTATE, "scales": [1, 2, 4], "tied_head": False},
+    "eigenstate-untied": {**EIGENSTATE, "bias": True, "tied_head": False},
     "eigenstate-learned": {**EIGENSTATE, "positions": "learned", "logit_softcap": 5.0},
 }
 """Keys of shapes that no class of transformers has."""

@@ -21,7 +21,7 @@ from flatout.data.tokenizers.make import from_tiktoken, of_bytes
 from flatout.inference.export.tokenizer_files import tokenizer_config, write_tokenizer
 from flatout.storage.json_io import write_json
 
-MODEL_TYPES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
+MODEL_TYPES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 SAMPLES = (
     "Hello, world!  It's 2026, isn't it? He'll SHOUT: DON'T!",
     "def f(x):\n\n\tif x:   # spaces\r\n        return 12345 * x\n    \n  ",

@@ -102,7 +102,7 @@ def test_the_angles_stay_within_half_a_circle():
     weights = checkpoint()
     found = recognise({name: tuple(tensor.shape) for name, tensor in weights.items()}, {})
     maps = {one.name: one for one in tensors(config_of(found))}
-    one = maps["blocks.0.recurrence.memories.0.detuning"]
+    one = maps["blocks.0.recurrence.eigenvalues.detuning"]
     detuning = one.join([weights[name] for name in one.foreign])
     rate = functional.softplus(-weights["layers.0.log_decay"])
     assert (detuning * rate).abs().max() <= math.pi

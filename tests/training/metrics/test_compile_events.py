@@ -135,12 +135,6 @@ SHAPES = {
     },
     "eigenstate": {
         "model__kind": "eigenstate",
-        "model__scales": [1, 2],
-        "data__document_mask": True,
-    },
-    "selective": {
-        "model__kind": "eigenstate",
-        "model__eigenvalues": "selective",
         "data__document_mask": True,
     },
 }
@@ -153,7 +147,7 @@ SHAPES = {
         ("gpt2", "compile"),
         ("llama", "compile"),
         ("eigenstate", "compile"),
-        ("selective", "compile-blocks"),
+        ("eigenstate", "compile-blocks"),
     ],
 )
 def test_no_model_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
