@@ -148,14 +148,14 @@ def data(kind: str, out: str, vocabulary: str, tokens: str) -> dict[str, Any]:
     characters = "".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + size - 1)))
     tokenizer = of_characters([characters])
     rng = np.random.default_rng(0)
-    with DatasetWriter(path, vocab_size=size) as writer:
-        for split, wanted in ((writer.train, count), (writer.val, 4_096)):
+    with DatasetWriter(path, tokenizer) as writer:
+        for split, wanted in (("train", count), ("val", 4_096)):
             drawn = rng.integers(0, size // 2, wanted, dtype=np.uint16)
             lengths = np.cumsum(rng.integers(*LENGTHS, wanted // LENGTHS[0] + 1))
             ends = np.append(lengths[lengths < wanted], wanted)
             drawn[ends - 1] = tokenizer.eot_id
-            split.append(drawn, ends, text_bytes=2 * wanted)
-        writer.finish(tokenizer=tokenizer, source={"kind": "random"}, split_rule="named")
+            writer.append(split, drawn, ends, text_bytes=2 * wanted)
+        writer.finish(source={"kind": "random"}, split_rule="named")
     return {"path": out}
 
 

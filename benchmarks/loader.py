@@ -54,12 +54,12 @@ def make_data(
 ) -> Path:
     """Write shards of random bytes as tokens, and return their path."""
     tokenizer, rng = make_tokenizer(tokenizer_name, lambda _: iter([])), np.random.default_rng(0)
-    with DatasetWriter(out, vocab_size=tokenizer.vocab_size, shard_bytes=shard_bytes) as writer:
+    with DatasetWriter(out, tokenizer, shard_tokens=shard_bytes // 2) as writer:
         for _ in range(shards):
             tokens = rng.integers(0, 256, shard_bytes // 2, dtype=np.uint16)
-            writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
-        writer.val.append(np.zeros(2, np.uint16), [2], text_bytes=2)
-        writer.finish(tokenizer=tokenizer, source={"kind": "random"}, split_rule="named")
+            writer.append("train", tokens, [len(tokens)], text_bytes=len(tokens))
+        writer.append("val", np.zeros(2, np.uint16), [2], text_bytes=2)
+        writer.finish(source={"kind": "random"}, split_rule="named")
     return out
 
 
@@ -78,7 +78,7 @@ def measure(
         "steps": steps,
         "batch_tokens": batch_tokens,
         "tokens": manifest.tokens,
-        "shards": len(manifest.splits["train"].shards),
+        "shards": len(manifest.shards),
         "rows": in_turns(ways, repeats, warm_up=1),  # which fills the page cache
         "seek_s": [seek() for _ in range(max(repeats, 1) * 5)],
     }

@@ -159,18 +159,17 @@ def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) 
     """Write a dataset of random words as bytes; `masked` excludes about a third of the targets."""
     draw = random.Random(7)
     tokenizer = make_tokenizer("byte", lambda _: [])
-    with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
+    with DatasetWriter(out, tokenizer) as writer:
         for number in range(num_documents):
             text = " ".join(draw.choice(WORDS) for _ in range(draw.randint(20, 60))) + "."
             tokens = np.array([*tokenizer.encode(text), tokenizer.eot_id])
             mask = (
                 np.array([draw.random() < 0.66 for _ in tokens], dtype=np.uint8) if masked else None
             )
-            split = writer.val if number % 8 == 7 else writer.train
-            split.append(tokens, [len(tokens)], text_bytes=len(text.encode()), mask=mask)
-        writer.finish(
-            tokenizer=tokenizer, source={"made": "up"}, split_rule="every eighth document"
-        )
+            split = "val" if number % 8 == 7 else "train"
+            size = len(text.encode())
+            writer.append(split, tokens, [len(tokens)], text_bytes=size, mask=mask)
+        writer.finish(source={"made": "up"}, split_rule="every eighth document")
     return out
 
 

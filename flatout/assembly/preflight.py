@@ -69,12 +69,11 @@ def check_loggers(config: LogConfig) -> None:
 
 
 def check_paths(config: RunConfig) -> None:
-    """Check that the paths a run starts from and caches in are local.
+    """Check that the paths a run starts from are local.
 
     Raises: ConfigError; as `check_upload` for checkpoint.upload, which is a URL.
     """
-    for key in ("train.init_from", "data.cache"):
-        require_local(config.value(key) or "", f"{key}=", error=ConfigError)
+    require_local(config.train.init_from or "", "train.init_from=", error=ConfigError)
     check_upload(config.checkpoint)
 
 
@@ -133,13 +132,13 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDatase
     Raises: ConfigError when it names none; DataError when one is not a dataset, cannot be
             downloaded, or is shorter than one sequence.
     """
-    data, seq_len = open_data(config.data, progress=progress), config.data.seq_len
+    data, seq_len = open_data(config.data), config.data.seq_len
     for part in members_of(data):
         tokens = part.dataset.split("train").num_tokens
         if tokens <= seq_len:
             shorter = 1 << max((tokens // 8).bit_length() - 1, 0)  # it fits several times
             raise DataError(
-                f"{part.dataset.origin} has {tokens:,} tokens for training. "
+                f"{part.dataset.path} has {tokens:,} tokens for training. "
                 f"One sequence of data.seq_len={seq_len} needs {seq_len + 1:,}.",
                 fix=f"Set data.seq_len={shorter}, or prepare more text."
                 if tokens > 1

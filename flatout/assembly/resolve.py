@@ -383,7 +383,7 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     if dataset is not None and vocab_size < dataset.vocab_size:
         raise ConfigError(
             f"model.vocab_size={vocab_size} is smaller than the vocabulary of "
-            f"{members_of(dataset)[0].dataset.origin}, {dataset.vocab_size}.",
+            f"{members_of(dataset)[0].dataset.path}, {dataset.vocab_size}.",
             fix="Remove model.vocab_size, or prepare the data with the model's own tokenizer.",
         )
     _, model_config = model_of(config, vocab_size=vocab_size)
@@ -440,7 +440,7 @@ def with_base_shape(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     if config.model.kind != kind and (stated or config.model.kind != "transformer"):
         raise _different({"kind": (config.model.kind, kind)}, init_from)
     if dataset is not None and rows != dataset.vocab_size:
-        known, origin = dataset.vocab_size, members_of(dataset)[0].dataset.origin
+        known, origin = dataset.vocab_size, members_of(dataset)[0].dataset.path
         sizes = f"The base model {init_from} has a vocabulary of {rows}, and the tokenizer"
         if rows < known:
             raise ConfigError(

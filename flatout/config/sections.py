@@ -104,7 +104,7 @@ class DataConfig(Section):
     """The dataset to train on, and how it is cut into sequences."""
 
     path: str | None = None
-    """Directory that `flatout prepare` wrote, or its URL (s3://bucket/data). Set path or mix."""
+    """Directory that `flatout prepare` wrote. Set path or mix."""
     mix: dict[str, float] | None = None
     """Several datasets prepared with one tokenizer, and the weight of each: {data/book: 3,
     data/code: 1} reads three sequences of the first for each sequence of the second. At any step of
@@ -114,9 +114,6 @@ class DataConfig(Section):
     tokenizer: str | None = None
     """Tokenizer to prepare the text with, as `--tokenizer` of `flatout prepare` takes it. `prepare
     --recipe` reads it. Training uses that of the dataset."""
-    cache: str | None = None
-    """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
-    or else ~/.cache/flatout."""
     seq_len: Count = 256
     """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)

@@ -56,7 +56,7 @@ class LoadedRun:
         Raises: DataError when it is missing or cannot be downloaded.
         """
         try:
-            return open_data(self.config.data, progress=self.progress)
+            return open_data(self.config.data)
         except DataError as error:
             moved = f"`flatout eval {in_shell(self.folder)} --data PATH`"
             fix = f"{error.fix} If the data was moved, pass its path: {moved}."

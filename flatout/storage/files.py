@@ -220,14 +220,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_blocks(path: Path, entry: FileEntry) -> bool:
-    """Return whether a file has the size and the checksums of its entry."""
-    if not path.is_file() or path.stat().st_size != entry.size_bytes:
-        return False
-    with path.open("rb") as file:
-        return all(zlib.crc32(file.read(BLOCK_BYTES)) == crc for crc in entry.block_crc32)
-
-
 def entry_of(path: Path) -> FileEntry:
     """Return the entry of an existing file."""
     with path.open("rb") as file:

@@ -50,7 +50,10 @@ _MOST_SHORT_IDS = 60_000
 """The same for ids of two bytes: in other binary files, some numbers are larger."""
 _LEAST_IDS = 16
 """Different ids that make a file look like tokens."""
-ADDRESS_FIX = "Give a local path. A mounted store is one too."
+ADDRESS_FIX = (
+    "Give a local path: `flatout pull URL DIR` fetches a directory from a store, and `flatout push "
+    "DIR URL` sends one."
+)
 TORCH_FILE = "a PyTorch file"
 """Name of a file that torch.save wrote."""
 _GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."

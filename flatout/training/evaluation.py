@@ -192,7 +192,7 @@ class Evaluator:
         is_whole = max_tokens is None or max_tokens >= split.num_tokens - 1
         return SplitScore(
             member.name,
-            member.dataset.origin,
+            str(member.dataset.path),
             member.share,
             loss=float(loss_sum) / max(int(num_valid), 1),
             tokens=int(num_valid),

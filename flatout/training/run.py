@@ -395,7 +395,7 @@ def log_start(
         log.event("difference", text=difference)
         log.progress.say(difference)
     for member in run.dataset.members if isinstance(run.dataset, MixedDataset) else ():
-        path, share = member.dataset.origin, member.share
+        path, share = str(member.dataset.path), member.share
         tokens = epoch_tokens(member.dataset, run.config.data.seq_len)
         passes = share * run.last_step * run.tokens_per_step / tokens
         log.event("data", name=member.name, path=path, share=share, passes=passes)

@@ -43,7 +43,7 @@ from flatout.training.upload.restore import restore_lost
 
 LATER_S = 2.0
 """How much later other ranks fail than rank 0, whose error is shown first: a launcher ends all."""
-PATHS_OF_DATA = ("data.path", "data.mix", "data.cache")
+PATHS_OF_DATA = ("data.path", "data.mix")
 
 
 @dataclass(frozen=True)

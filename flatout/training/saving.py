@@ -234,7 +234,7 @@ def environment_of(run: Run) -> JsonObject:
     ids on `tokenizer`.
     """
     members, tokens = members_of(run.dataset), run.config.train.eval_tokens
-    scored = [f"{member.share} {member.dataset.digests['val']}" for member in members]
+    scored = [f"{member.share} {member.dataset.manifest.digest_of('val')}" for member in members]
     return {
         **fingerprint(str(run.mesh.device)),
         "datasets": data_facts(run.dataset),

@@ -24,11 +24,11 @@ def token_beyond_vocabulary(world: World) -> None:
 
     from flatout.data.store.manifest import Manifest
 
-    world.overwrite("data/book/train-00000.bin", 20, b"\xff\xff")
+    world.overwrite("data/book/00000.bin", 20, b"\xff\xff")
     path = world.path / "data/book/manifest.json"
     manifest = json.loads(path.read_text())
-    crc = zlib.crc32((world.path / "data/book/train-00000.bin").read_bytes())
-    manifest["splits"]["train"]["shards"][0]["block_crc32"] = [crc]
+    crc = zlib.crc32((world.path / "data/book/00000.bin").read_bytes())
+    manifest["shards"][0]["tokens"]["block_crc32"] = [crc]
     path.write_text(Manifest.model_validate(manifest).sealed().model_dump_json())
 
 
@@ -45,13 +45,6 @@ def run_in_use(world: World) -> None:
 
 
 CASES = [
-    Case(
-        "a URL without a dataset",
-        "train my.yaml data.path=memory://nowhere/set",
-        ("memory://nowhere/set", "manifest.json"),
-        ("flatout prepare SOURCE --out memory://nowhere/set",),
-        may_change=(".cache",),
-    ),
     *table("""
 a URL as --run-dir
     train my.yaml --run-dir s3://bucket/run
@@ -68,9 +61,12 @@ a URL as the run of `generate`
 a URL as --out of `bench`
     bench my.yaml --out s3://bucket/bench
     --out s3://bucket/bench is a URL -> a local path
-a URL in memory as --out
-    prepare book.txt --tokenizer byte --out memory://set
-    '--out' | lost with this process | s3://BUCKET/NAME -> --help
+a URL as data.path
+    train my.yaml data.path=s3://bucket/set
+    s3://bucket/set is a URL -> flatout pull URL DIR
+a URL as --out of `prepare`
+    prepare book.txt --tokenizer byte --out s3://bucket/set
+    s3://bucket/set is a URL -> flatout push DIR URL
 a URL as --out of `profile`
     profile my.yaml --out s3://bucket/profile
     --out s3://bucket/profile is a URL -> a local path
@@ -137,30 +133,30 @@ a directory without a manifest
     Case(
         "a missing shard",
         "train my.yaml",
-        ("data/book/train-00000.bin", "missing"),
+        ("data/book/00000.bin", "missing"),
         ("flatout prepare",),
-        lambda w: (w.path / "data/book/train-00000.bin").unlink(),
+        lambda w: (w.path / "data/book/00000.bin").unlink(),
     ),
     Case(
         "a truncated shard",
         "train my.yaml",
-        ("data/book/train-00000.bin", "bytes"),
+        ("data/book/00000.bin", "bytes"),
         ("flatout prepare",),
-        lambda w: w.write("data/book/train-00000.bin", b"short"),
+        lambda w: w.write("data/book/00000.bin", b"short"),
     ),
     Case(
         "a shard whose block fails its checksum",
         "train my.yaml --run-dir runs/new",
-        ("data/book/train-00000.bin, byte 0", "checksum"),
+        ("data/book/00000.bin, byte 0", "checksum"),
         ("flatout prepare",),
-        lambda w: w.overwrite("data/book/train-00000.bin", 9, b"?"),
+        lambda w: w.overwrite("data/book/00000.bin", 9, b"?"),
         progress="Training",
         may_change=("runs/new",),
     ),
     Case(
         "a token beyond the vocabulary",
         "train my.yaml --run-dir runs/new",
-        ("data/book/train-00000.bin, byte 20", "65535", "257"),
+        ("data/book/00000.bin, byte 20", "65535", "257"),
         ("flatout prepare",),
         token_beyond_vocabulary,
         progress="Training",

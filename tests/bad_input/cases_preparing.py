@@ -25,7 +25,7 @@ def many_rows(world: World) -> None:
 
 def first_part_done(world: World) -> None:
     """Prepare the first of two parts, in several ranges."""
-    world.patch.setattr(make, "RANGE_BYTES", 100)
+    world.patch.setattr(make, "range_bytes", lambda _: 100)
     world.patch.setattr(files, "PART_BYTES", 100)
     world.write("good.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(40)))
     assert run_command(f"prepare good.jsonl {NEW} --part 1/2", world.path).code == 0
@@ -215,12 +215,6 @@ CASES = [
         ("remove the directory data/.new.part", "every part again"),
         many_rows,
         may_change=("data/.new.part",),
-    ),
-    Case(
-        "--part with a URL as --out",
-        "prepare book.txt --out s3://bucket/new --part 1/2",
-        ("--part", "s3://bucket/new"),
-        ("Parts share a directory",),
     ),
     Case(
         "--workers 0",

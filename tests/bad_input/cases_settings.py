@@ -77,9 +77,9 @@ a vocabulary smaller than the data's
         lambda w: w.write("long.yaml", "train: {steps: 5, epochs: 1}\n"),
     ),
     *table("""
-a cache at a URL
-    train my.yaml data.cache=s3://bucket/cache
-    data.cache=s3://bucket/cache | URL -> local path
+the cache of datasets at URLs, which is gone
+    train my.yaml data.cache=cache
+    data.cache -> flatout pull URL DIR
 downloads to a URL
     prepare rows.jsonl --out data/new --cache s3://bucket/cache
     --cache s3://bucket/cache | URL -> local path

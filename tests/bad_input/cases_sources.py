@@ -211,17 +211,7 @@ a directory without a tokenizer
         ("Remove one",),
     ),
     Case("an unknown engine", f"prepare book.txt {NEW} --engine spark", ("'spark'",), ("ray",)),
-    Case(
-        "an s3:// URL to write without s3fs",
-        "prepare book.txt --out s3://bucket/new --tokenizer byte",
-        ("s3://bucket/new", "s3fs"),
-        ('"flatout[s3]"',),
-        lambda w: without("s3fs", w),
-    ),
     *table("""
-a password in the URL of a dataset
-    prepare book.txt --out s3://me:pass@bucket/new
-    s3://bucket/new | password -> profile
 a compressed tokenizer
     prepare book.txt --out data/new --tokenizer tok.json.gz
     tok.json.gz -> gunzip

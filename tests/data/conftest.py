@@ -80,19 +80,17 @@ def write_set(tmp_path):
     """
 
     def write(
-        train, val=(), *, ends=None, mask=None, vocab_size=300, shard_bytes=1 << 27, name="set"
+        train, val=(), *, ends=None, mask=None, vocab_size=300, shard_tokens=1 << 26, name="set"
     ):
         out = tmp_path / name
-        with DatasetWriter(out, vocab_size=vocab_size, shard_bytes=shard_bytes) as writer:
-            train = np.asarray(train)
-            writer.train.append(
-                train, [len(train)] if ends is None else ends, text_bytes=4 * len(train), mask=mask
-            )
-            if len(val):
-                writer.val.append(np.asarray(val), [len(val)], text_bytes=4 * len(val))
-            writer.finish(
-                tokenizer=StubTokenizer(vocab_size), source={"kind": "test"}, split_rule="named"
-            )
+        with DatasetWriter(out, StubTokenizer(vocab_size), shard_tokens=shard_tokens) as writer:
+            ends = [len(train)] if ends is None else ends
+            size = 4 * len(train)
+            writer.append("train", np.asarray(train), ends, text_bytes=size, mask=mask)
+            counted = None if mask is None else np.ones(len(val), np.uint8)
+            ends, size = [len(val)] * bool(len(val)), 4 * len(val)
+            writer.append("val", np.asarray(val), ends, text_bytes=size, mask=counted)
+            writer.finish(source={"kind": "test"}, split_rule="named")
         return out
 
     return write

@@ -1,22 +1,20 @@
-"""Test program: prepare a file with small ranges and shards, and perhaps a limit on file size.
+"""Test program: prepare a file with small ranges, and perhaps a limit on file size.
 
 python preparing.py SOURCE OUT WORKERS [LARGEST_FILE]
 """
 
 import resource
 import sys
-from functools import partial
 from pathlib import Path
 
-from flatout.data.prepare import join, pipeline
+from flatout.data.prepare import pipeline
 from flatout.data.prepare.plan import make
 from flatout.data.sources import files
 from flatout.errors import FlatoutError
 
 files.PART_BYTES = 4_000
-make.RANGE_BYTES = 8_000
+make.range_bytes = lambda _: 8_000
 make.check_space = lambda *_: None  # another process fills the disk after the start
-pipeline.join = partial(join.join, shard_bytes=32_768)
 
 
 def main(source: str, out: str, workers: str, largest: str = "") -> str:

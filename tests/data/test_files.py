@@ -6,7 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.data.prepare.pack.range_files import RangeWriter
+from flatout.data.prepare.pack.tokenize import Packing, pack_range
+from flatout.data.prepare.pack.work_items import Whole, WorkItem
+from flatout.data.prepare.request.options import Options
+from flatout.data.sources import ReadTask
+from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, DataError
 from flatout.storage import files, json_io
 from flatout.training.checkpoint.catalog import make_folder
@@ -70,34 +74,23 @@ def test_write_text_syncs_the_directory_and_write_whole_does_not(tmp_path, done)
 
 
 def test_the_files_of_a_range_are_synced_before_its_record(tmp_path, done):
-    writer = RangeWriter(tmp_path, 3, vocab_size=10)
-    writer.splits["train"].append(np.arange(10), [4, 10], text_bytes=5)
-    writer.finish()
-    folder = ("sync", tmp_path.name)
-    for name in ("000003.train.bin", "000003.train.ends"):
-        assert in_order(
-            done,
-            ("sync", name),
-            ("rename", name),
-            folder,
-            ("sync", "000003.json"),
-            ("rename", "000003.json"),
-        )
+    for name in ("ranges", "dataset"):
+        (tmp_path / name).mkdir()
+    task = ReadTask(lambda: ["a text"], (), "one")
+    item = WorkItem(number=3, num_tasks=1, first=0, assignment=Whole("val"), read_tasks=(task,))
+    pack_range(item, Packing(make_tokenizer("byte", lambda _: ()), Options(), tmp_path))()
+    folder = ("sync", "dataset")
+    record = [("sync", "000003.json"), ("rename", "000003.json")]
+    for name in ("00003.bin", "00003.ends.bin"):
+        assert in_order(done, ("sync", name), ("rename", name), folder, *record)
     assert done.count(folder) == 1, (
         "a record that a power cut takes costs its range again, not more"
     )
 
 
-def test_a_shard_is_synced_before_its_ranges_are_deleted(done, write_set):
-    write_set(np.arange(10))
-    shard = [("sync", "train-00000.bin"), ("rename", "train-00000.bin"), ("sync", "joined")]
-    record = [("sync", "train-00000.json"), ("rename", "train-00000.json"), ("sync", ".set.part")]
-    assert in_order(done, *shard, *record, ("unlink", "000000.train.bin"))
-
-
 def test_a_dataset_is_synced_before_it_is_renamed(tmp_path, done, write_set):
     write_set(np.arange(10))
-    manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "joined")]
+    manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "dataset")]
     assert in_order(
         done, ("sync", "tokenizer.json"), *manifest, ("rename", "set"), ("sync", tmp_path.name)
     )

@@ -6,13 +6,13 @@ import sys
 import pytest
 from prepared import Listener, content, prepared, write_rows
 
-from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.sources import files
 from flatout.data.sources.packed import NotHandedOut
+from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
 from flatout.storage.remote.connection import Unreachable
 
@@ -97,16 +97,16 @@ def test_a_killed_prepare_resumes_and_repeats_no_work(tmp_path, monkeypatch):
 
 def test_a_resumed_prepare_keeps_its_trained_tokenizer(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(make, "RANGE_BYTES", 1400)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 1400)
     whole = prepared(rows, out=tmp_path / "whole", tokenizer="train:300", workers=1)
-    joining = stage.join
-    monkeypatch.setattr(stage, "join", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    publish = WorkDir.publish
+    monkeypatch.setattr(WorkDir, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepared(rows, out=tmp_path / "out", tokenizer="train:300", workers=1)
-    monkeypatch.setattr(stage, "join", joining)
+    monkeypatch.setattr(WorkDir, "publish", publish)
     listener = Listener()
     prepared(rows, out=tmp_path / "out", tokenizer="train:300", workers=1, progress=listener)
-    assert [task.split()[0] for task in listener.tasks] == ["Tokenising", "Writing"], (
+    assert [task.split()[0] for task in listener.tasks] == ["Tokenising"], (
         "neither counted nor trained again"
     )
     assert content(tmp_path / "out") == content(whole.path)
@@ -116,7 +116,7 @@ def test_a_resumed_prepare_keeps_its_trained_tokenizer(rows, tmp_path, monkeypat
 def spoiled(tmp_path, monkeypatch):
     """A file of 40 rows in ranges of about 5, of which the 33rd is not text."""
     monkeypatch.setattr(files, "PART_BYTES", 100)
-    monkeypatch.setattr(make, "RANGE_BYTES", 100)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 100)
     rows = [{"text": f"row {number:09d}"} for number in range(40)]
     rows[32] = {"text": 7}
     return write_rows(tmp_path / "rows.jsonl", rows)
@@ -163,12 +163,12 @@ def test_after_a_bad_row_a_corrected_text_or_option_starts_over(tmp_path, spoile
 def test_rows_that_were_skipped_are_reported_when_bad_rows_are_no_longer(
     tmp_path, spoiled, monkeypatch
 ):
-    joining = stage.join
-    monkeypatch.setattr(stage, "join", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    publish = WorkDir.publish
+    monkeypatch.setattr(WorkDir, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     options = {"out": tmp_path / "out", "split": "hash 0.3", "workers": 1}
     with pytest.raises(KeyboardInterrupt):
         prepared(spoiled, on_bad_row="skip", **options)
-    monkeypatch.setattr(stage, "join", joining)
+    monkeypatch.setattr(WorkDir, "publish", publish)
     with pytest.raises(DataError, match="line 33 has 'text'"):
         prepared(spoiled, **options)
     assert prepared(spoiled, on_bad_row="skip", **options).manifest.documents == 39
@@ -242,7 +242,7 @@ def test_a_mount_point_is_rejected_before_anything_is_read(rows, tmp_path, monke
         prepared(rows, out=out, progress=listener)
     assert listener.tasks == []
     with pytest.raises(DataError, match="is a mount point"):
-        DatasetWriter(out, vocab_size=300)
+        DatasetWriter(out, make_tokenizer("byte", lambda _: ()))
     made = prepared(rows, out=out / "NAME")
     for file in made.path.iterdir():
         file.rename(out / file.name)
@@ -252,7 +252,7 @@ def test_a_mount_point_is_rejected_before_anything_is_read(rows, tmp_path, monke
 def test_rewritten_text_is_detected_by_its_mtime(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "fingerprint", lambda *_: "of blocks that are the same")
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(make, "RANGE_BYTES", 1400)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 1400)
     options, work = Options(tokenizer="byte", split="hash 0.1"), tmp_path / ".out.part"
     prepare_part([str(rows)], tmp_path / "out", options, WorkPart(1, 2))
     before = rows.stat()

@@ -199,7 +199,7 @@ def test_prepare_resumes_after_a_full_disk_within_a_long_text(
     corpus, tmp_path, in_chunks, monkeypatch
 ):
     monkeypatch.setattr(files, "PART_BYTES", 1_000)
-    monkeypatch.setattr(make, "RANGE_BYTES", 1_000)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 1_000)
     options = Options(tokenizer="byte", split="tail 0.1")
     prepare_dataset([str(corpus)], tmp_path / "whole", options, workers=1)
     in_chunks()
@@ -237,9 +237,8 @@ def test_progress_is_reported_within_a_long_text(corpus, in_chunks):
 
     packing = tokenize.Packing(make_tokenizer("byte", lambda _: ()), Options(), Path())
     item = WorkItem(number=0, num_tasks=1, first=0, assignment=ByHash(0.5), read_tasks=(parts[0],))
-    sinks = {"train": Nowhere(), "val": Nowhere()}
     record = RangeRecord(number=0, num_bytes=0)
-    tokenize.pack(item, packing, sinks, record, told.append)
+    tokenize.pack(item, packing, Nowhere(), record, told.append)
     size = (corpus / "a.txt").stat().st_size
     assert len(told) > 5
     assert sum(tally.num_bytes for tally in told) == size

@@ -21,7 +21,7 @@ OPTIONS = Options(tokenizer="train:300", split="hash 0.2")
 @pytest.fixture
 def rows(rows, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(make, "RANGE_BYTES", 1_400)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 1_400)
     return str(rows)
 
 

@@ -8,7 +8,7 @@ import pytest
 from manifests import seal
 from prepared import content, documents, prepared, write_rows
 
-from flatout.data.prepare.pack.range_files import RangeWriter
+from flatout.data.prepare.pack.range_files import ShardWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
@@ -29,7 +29,7 @@ def write(path, texts):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(make, "RANGE_BYTES", 1_200)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 1_200)
     return write(tmp_path / "train.jsonl", TRAIN)
 
 
@@ -190,7 +190,7 @@ def test_an_interrupted_prepare_resumes_and_repeats_no_work(
 ):
     options = Options(tokenizer="train:300", val=(val,), max_bytes=4_000)
     whole = prepare_dataset([train], tmp_path / "whole", options, workers=1)
-    finishing = RangeWriter.finish
+    finishing = ShardWriter.finish
     left = iter(range(done))
 
     def finish(writer):
@@ -199,12 +199,12 @@ def test_an_interrupted_prepare_resumes_and_repeats_no_work(
             raise KeyboardInterrupt
         return finishing(writer)
 
-    monkeypatch.setattr(RangeWriter, "finish", finish)
+    monkeypatch.setattr(ShardWriter, "finish", finish)
     with pytest.raises(KeyboardInterrupt):
         prepare_dataset([train], tmp_path / "out", options, workers=1)
     written = []
     monkeypatch.setattr(
-        RangeWriter, "finish", lambda writer: written.append(writer) or finishing(writer)
+        ShardWriter, "finish", lambda writer: written.append(writer) or finishing(writer)
     )
     monkeypatch.setattr(make, "make_plan", partial(pytest.fail, "planned again"))
     with WorkDir(tmp_path / "out") as work:

@@ -105,8 +105,9 @@ def source(tmp_path, monkeypatch):
 
 @pytest.fixture
 def packing(tmp_path):
-    (tmp_path / "ranges").mkdir()
-    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path / "ranges")
+    for name in ("ranges", "dataset"):
+        (tmp_path / name).mkdir()
+    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path)
 
 
 class Said:
@@ -178,7 +179,7 @@ def held_ranges(source, tmp_path, count):
 
 def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 2_000)
-    monkeypatch.setattr(make, "RANGE_BYTES", 4_000)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 4_000)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(

@@ -34,8 +34,8 @@ def test_part_of_the_text_has_no_bits_per_byte(fox_run):
 def test_data_without_validation_text_is_rejected(fox_run, tmp_path):
     loaded = load_run(fox_run[0] / "runs" / "fox", device="cpu")
     tokens = np.array(loaded.tokenizer.encode("the quick brown fox " * 9))
-    with DatasetWriter(tmp_path / "data", vocab_size=loaded.tokenizer.vocab_size) as writer:
-        writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
-        writer.finish(tokenizer=loaded.tokenizer, source={}, split_rule="none")
+    with DatasetWriter(tmp_path / "data", loaded.tokenizer) as writer:
+        writer.append("train", tokens, [len(tokens)], text_bytes=len(tokens))
+        writer.finish(source={}, split_rule="none")
     with pytest.raises(DataError, match="no validation text"):
         score_run(loaded, data=[tmp_path / "data"])

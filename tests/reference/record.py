@@ -134,7 +134,7 @@ def dataset_digests(path: Path) -> dict[str, Any]:
     dataset, found = flatout.Dataset.open(path), dict[str, Any]()
     for name in ("train", "val"):
         split = dataset.split(name)
-        tokens, has_masks = (getattr(dataset.manifest.splits[name], f) for f in ("tokens", "masks"))
+        tokens, has_masks = split.num_tokens, split.has_mask
         parts = [split.read_tokens(0, tokens).astype("<u4"), split.document_ends.astype("<u8")]
         if has_masks:
             parts.append(split.read_mask_range(0, tokens))

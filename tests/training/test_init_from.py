@@ -196,10 +196,10 @@ def test_another_tokenizer_of_the_same_size_is_rejected(tiny_config, source, tmp
     folders = []
     for name, text in (("one", letters), ("two", [*letters[1:], "é"])):
         tokenizer = make_tokenizer("char", lambda _, text=text: ["".join(text)])
-        with DatasetWriter(tmp_path / name, vocab_size=tokenizer.vocab_size) as writer:
+        with DatasetWriter(tmp_path / name, tokenizer) as writer:
             tokens = np.array(tokenizer.encode("".join(text) * 9))
-            writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
-            writer.finish(tokenizer=tokenizer, source={}, split_rule="none")
+            writer.append("train", tokens, [len(tokens)], text_bytes=len(tokens))
+            writer.finish(source={}, split_rule="none")
         folders.append(str(tmp_path / name))
     run_training(tiny_config(data__path=folders[0], train__steps=1), tmp_path / "source")
     assert read_config(tmp_path / "source").model.vocab_size == tokenizer.vocab_size

@@ -192,10 +192,10 @@ def test_without_validation_text_patience_is_rejected_and_nothing_is_evaluated(
     tiny_config, tmp_path
 ):
     tokenizer = make_tokenizer("byte", lambda _: [])
-    with DatasetWriter(tmp_path / "data", vocab_size=tokenizer.vocab_size) as writer:
+    with DatasetWriter(tmp_path / "data", tokenizer) as writer:
         tokens = np.array(tokenizer.encode("a run, a loss, a model. " * 40))
-        writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
-        writer.finish(tokenizer=tokenizer, source={}, split_rule="none")
+        writer.append("train", tokens, [len(tokens)], text_bytes=len(tokens))
+        writer.finish(source={}, split_rule="none")
     config = tiny_config(data__path=str(tmp_path / "data"), train__eval_every=2)
     with pytest.raises(DataError, match="no validation text"):
         run_training(config.with_values({"train.patience": 1}), tmp_path / "run")

@@ -120,8 +120,10 @@ def test_other_validation_tokens_are_no_other_training(stopped, events):
     config, folder = stopped
     path = Path(config.data.path)
     manifest = read_manifest(path)
-    val = manifest.splits["val"].model_copy(update={"text_bytes": 1})
-    changed = manifest.model_copy(update={"splits": {**manifest.splits, "val": val}})
+    (shard,) = manifest.shards
+    val = shard.splits["val"].model_copy(update={"text_bytes": 1})
+    other = shard.model_copy(update={"splits": {**shard.splits, "val": val}})
+    changed = manifest.model_copy(update={"shards": (other,)})
     (path / "manifest.json").write_text(changed.sealed().model_dump_json())
     assert run_training(config, folder)["steps"] == 6
     assert events(folder, "difference") == []

@@ -13,21 +13,18 @@ import numpy as np
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import MANIFEST, Manifest
-from flatout.data.store.remote import open_dataset
-from flatout.data.store.shards import Split
+from flatout.data.store.shards import Dataset, Split
 from flatout.display import Display, plain
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, folder_bytes
 from flatout.storage.json_io import JsonObject, Result
-from flatout.storage.remote.urls import is_url
 from flatout.storage.streams import printable
 
 STATED: Any = {
     **dict.fromkeys(("dtype", "vocab_size", "split_rule", "source", "skipped"), True),
     "tokenizer": {"name", "digest"},
-    "splits": {"__all__": {"documents", "tokens", "text_bytes"}},
 }
-"""Facts as the manifest states them, `text_bytes` of the text in the loss."""
+"""Facts as the manifest states them."""
 DIGEST = re.compile("[0-9a-f]{64}")
 MASK_CHUNK = 1 << 24
 """Mask values read at a time."""
@@ -48,7 +45,7 @@ class InspectResult(Result):
     """What a dataset contains."""
 
     path: str
-    """The directory, or the URL."""
+    """The directory."""
     items: list[Fact]
     """The facts, in reading order."""
 
@@ -71,36 +68,33 @@ class InspectResult(Result):
 
 @checked
 def inspect(
-    data: Annotated[str | Path, Argument("Directory written by `flatout prepare`, or its URL.")],
+    data: Annotated[str | Path, Argument("Directory written by `flatout prepare`.")],
     tokens: Annotated[int, Option("How many of the first tokens to show as text.", min=0)] = 64,
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:
     """Show the size, splits, vocabulary, document lengths and first tokens of a dataset.
 
-    It also shows special tokens and skipped rows. A dataset at a URL is downloaded, unless it is in
-    the cache.
+    It also shows special tokens and skipped rows.
 
     Raises: DataError when it is not a complete dataset.
     """
-    dataset = open_dataset(data, progress=progress)
+    dataset = Dataset.open(data)
     manifest, splits = dataset.manifest, [dataset.split(name) for name in dataset.manifest.splits]
     with progress.task(f"Reading documents of {data}"):
         lengths = _lengths(manifest, splits)
         targets = sum(map(_targets, splits))
     written = datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone()
-    is_copy = is_url(dataset.origin)  # a remote dataset may be older than its copy
     stated = manifest.model_dump(mode="json", include=STATED)
     facts: JsonObject = {
-        **({"copy": str(dataset.path)} if is_copy else {}),
-        "copied" if is_copy else "prepared": written.isoformat(timespec="seconds"),
+        "prepared": written.isoformat(timespec="seconds"),
         "size_bytes": folder_bytes(dataset.path),
         "documents": manifest.documents,
         "tokens": manifest.tokens,
         "text_bytes": manifest.text_bytes,
         **({"targets": targets} if any(split.has_mask for split in splits) else {}),
         **({"bytes_per_token": round(manifest.text_bytes / targets, 3)} if targets else {}),
-        **stated.pop("splits"),
+        **{name: counts.model_dump() for name, counts in manifest.splits.items()},
         **lengths,
         **stated,
         "special_tokens": dict(sorted(dataset.tokenizer.special_tokens().items())),
@@ -110,7 +104,7 @@ def inspect(
     if first is not None and tokens:
         facts["beginning"] = _text(first, min(tokens, first.num_tokens), dataset.tokenizer.decode)
     items = [Fact(name=name, value=value) for name, value in facts.items()]
-    return InspectResult(path=dataset.origin, items=items)
+    return InspectResult(path=str(dataset.path), items=items)
 
 
 def _targets(split: Split) -> int:

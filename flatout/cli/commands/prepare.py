@@ -23,14 +23,12 @@ from flatout.data.prepare.pipeline import (
     prepare_part,
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
-from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.manifest import Manifest
 from flatout.display import Display, amount
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import JsonObject, Result
 from flatout.storage.recognised import require_local
-from flatout.storage.remote.urls import is_url
 
 Paths = list[str] | list[Path] | str | Path
 """One or several, as strings or paths. The command line passes a list of strings."""
@@ -43,10 +41,7 @@ Sources = Annotated[
 ]
 Out = Annotated[
     str | Path,
-    Option(
-        "Directory or URL (s3://, gs://) to write. It must be absent, empty, or contain this same "
-        "dataset."
-    ),
+    Option("Directory to write. It must be absent, empty, or contain this same dataset."),
 ]
 TokenizerName = Annotated[
     str | Path | None,
@@ -123,10 +118,7 @@ EngineName = Annotated[
 
 Cache = Annotated[
     Path | str | None,
-    Option(
-        "Directory for downloads and for uploads in preparation. FLATOUT_CACHE or ~/.cache/flatout "
-        "by default."
-    ),
+    Option("Directory for downloads. FLATOUT_CACHE or ~/.cache/flatout by default."),
 ]
 
 
@@ -137,7 +129,7 @@ class PrepareResult(Result):
     """The dataset that `prepare` wrote."""
 
     path: Path | str
-    """The dataset directory, or the URL."""
+    """The dataset directory."""
     documents: int
     """Documents of both splits. One that is cut where validation starts counts once."""
     tokens: int
@@ -187,7 +179,7 @@ def prepare(
     *,
     progress: Progress = SILENT,
 ) -> PrepareResult:
-    """Tokenise text once and pack it into a dataset, local or at a URL, that training reads."""
+    """Tokenise text once and pack it into a dataset that training reads."""
     if tokenizer is None:
         tokenizer = "train:4096" if recipe is None else load_config(recipe).data.tokenizer
         if tokenizer is None:
@@ -206,7 +198,6 @@ def prepare(
     conflicts = {
         "--part": part is not None and join,
         f"--engine {engine}": engine != "local",
-        f"--out {out}, which is a URL,": is_url(str(out)),
     }
     for what, is_stated in conflicts.items():
         if is_stated and (join or part is not None):
@@ -229,8 +220,6 @@ def prepare(
         shown = Display(f"{made.path}  {head}: {len(made.records):,} ranges; {left}")
         return _counted(made.path, made.records, made.seconds, made.seconds, shown)
     shared["engine"] = engine_named(engine)
-    if is_url(str(out)):
-        return _result(prepare_upload(names, str(out), options, **shared))
     return _result(prepare_dataset(names, Path(out), options, **shared))
 
 
@@ -241,7 +230,7 @@ def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
 def _result(made: Prepared) -> PrepareResult:
     manifest = made.manifest
     # Of masked text, a manifest has the size of what counts alone.
-    is_masked = any(split.masks for split in manifest.splits.values())
+    is_masked = manifest.is_masked
     size = "" if is_masked else f", {amount(manifest.text_bytes, 'bytes')} of text"
     splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
     values = [

@@ -13,15 +13,14 @@ from flatout.config.registry import RECIPES, SUFFIXES
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import TOKENIZER
-from flatout.data.store.remote import dataset_url
-from flatout.data.store.verify import verify_dataset, verify_remote
+from flatout.data.store.verify import verify_dataset
 from flatout.data.tokenizers import stored_digest
 from flatout.display import Display, amount, table_of
-from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
+from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import Result
-from flatout.storage.remote.urls import is_url
+from flatout.storage.recognised import require_local
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS
@@ -32,7 +31,7 @@ class VerifyResult(Result):
     """The result of `verify`."""
 
     path: str
-    """The directory, the URL or the recipe."""
+    """The directory or the recipe."""
     ok: bool
     """Whether everything is intact, or the recipe resumes exactly."""
     problems: list[str]
@@ -82,8 +81,8 @@ def verify(
     path: Annotated[
         str | Path,
         Argument(
-            "A dataset or its URL, a checkpoint, or a run or its name under runs/. With --resume, "
-            "a recipe or a run."
+            "A dataset, a checkpoint, or a run or its name under runs/. With --resume, a recipe or "
+            "a run."
         ),
     ],
     overrides: Overrides = None,
@@ -101,9 +100,9 @@ def verify(
 ) -> VerifyResult:
     """Check a dataset, a checkpoint or a run, or prove that a recipe resumes exactly.
 
-    For a dataset, it reads every block: file sizes, checksums, tokens and counts. At a URL it is
-    streamed and not stored. For a checkpoint, it reads every file, its digest, and the dtype and
-    shape of each tensor. For a run, it checks all checkpoints, and shows the newest valid one.
+    For a dataset, it reads every block: file sizes, checksums, tokens and counts. For a checkpoint,
+    it reads every file, its digest, and the dtype and shape of each tensor. For a run, it checks
+    all checkpoints, and shows the newest valid one.
 
     With --resume, it trains the recipe N + M steps, and again N steps, a stop and M steps, each in
     a fresh process and in a temporary directory, and compares every bit of the weights, the
@@ -113,11 +112,12 @@ def verify(
 
     The exit code is 1 if something is damaged, or the resume is not exact.
 
-    Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
+    Raises: UsageError when it is none of these; RunFailed when the
             recipe cannot be trained.
     """
+    require_local(path, error=DataError)
     shown, folder = str(path), Path(path)
-    run = None if is_url(shown) else run_at(folder)
+    run = run_at(folder)
     given = [overrides] if isinstance(overrides, str) else [*(overrides or ())]
     given += ["--steps"] * (steps is not None) + ["--trust-code"] * trust_code
     if resume:
@@ -142,11 +142,8 @@ def verify(
         )
     if run is not None or catalog.is_checkpoint(folder):
         return _verify_checkpoints(run, run or folder, progress)
-    if is_url(shown):
-        found = verify_remote(dataset_url(shown), progress=progress)
-    else:
-        _require_dataset(shown)
-        found = verify_dataset(folder, progress=progress)
+    _require_dataset(shown)
+    found = verify_dataset(folder, progress=progress)
     return VerifyResult(
         path=shown,
         ok=not found.problems,

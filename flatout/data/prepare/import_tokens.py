@@ -17,7 +17,7 @@ from flatout.data.prepare.pipeline import Prepared
 from flatout.data.prepare.request.options import NAMED, parse_rule
 from flatout.data.prepare.request.request import existing_dataset
 from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.store.manifest import SplitName
+from flatout.data.store.manifest import SPLITS, SplitName
 from flatout.data.store.shards import Dataset
 from flatout.data.token_formats import Documents, Piece, Reading, Tokens, require_tokens
 from flatout.data.token_formats.find import Found, find_tokens
@@ -104,7 +104,7 @@ def import_tokens(
             progress.say(note)
         if found.left_out:
             progress.say(f"Not read: {', '.join(found.left_out[:3])}, for tests.")
-        with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
+        with DatasetWriter(out, known) as writer:
             written = _Written(writer, known)
             _write(written, train, val, fraction, documents, progress)
             written.check(path)
@@ -121,9 +121,8 @@ def import_tokens(
                     f"{path}: a token file was changed during the import.",
                     fix="Run the same command again once nothing writes there.",
                 )
-            with progress.task("Writing to the disk"):
-                rule = NAMED if val else f"tail {fraction:g}"
-                manifest = writer.finish(tokenizer=known, source=source, split_rule=rule)
+            rule = NAMED if val else f"tail {fraction:g}"
+            manifest = writer.finish(source=source, split_rule=rule)
     return Prepared(out, manifest, time.perf_counter() - started, existed)
 
 
@@ -188,9 +187,9 @@ def write_dataset(
     known = tokenizer
     if not isinstance(known, Tokenizer):
         known = _tokenizer(Path(out), ImportOptions(str(tokenizer)), SILENT)
-    with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
+    with DatasetWriter(out, known) as writer:
         written = _Written(writer, known)
-        for split, arrays in (("train", train), ("val", val)):
+        for split, arrays in zip(SPLITS, (train, val), strict=True):
             for number, array in enumerate(arrays):
                 tokens, where = np.asarray(array), f"{split}, array {number}"
                 if not tokens.size:
@@ -208,7 +207,7 @@ def write_dataset(
                     fix="Pass at least one array of tokens for each split.",
                 )
         source: JsonObject = {"names": ["flatout.write_dataset"]}
-        writer.finish(tokenizer=known, source=source, split_rule=NAMED)
+        writer.finish(source=source, split_rule=NAMED)
     return Dataset.open(expanded(out))
 
 
@@ -259,7 +258,7 @@ class _Written:
     """Writes the splits, and counts their tokens and end-of-text tokens."""
 
     def __init__(self, writer: DatasetWriter, tokenizer: Tokenizer) -> None:
-        self._splits = {"train": writer.train, "val": writer.val}
+        self._writer = writer
         self.tokenizer = tokenizer
         self._bytes_of = np.array(
             [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
@@ -267,13 +266,15 @@ class _Written:
         self._bytes_of[tokenizer.eot_id] = 0
         self._knows_bytes: bool | None = None if tokenizer.has_text else False
         """Whether each token decodes to its own bytes. None until the first tokens are seen."""
-        self.num_tokens = {"train": 0, "val": 0}
+        self.num_tokens = dict.fromkeys(SPLITS, 0)
         self.num_ends = 0
 
-    def append(self, split: str, tokens: Array, ends: Array, piece: Piece, first: int) -> None:
+    def append(
+        self, split: SplitName, tokens: Array, ends: Array, piece: Piece, first: int
+    ) -> None:
         """Write tokens of a piece, from index `first` on. `ends` are of documents in them."""
         _require_known(tokens, piece, first, self.tokenizer)
-        self._splits[split].append(tokens, ends, text_bytes=self._num_bytes(tokens))
+        self._writer.append(split, tokens, ends, text_bytes=self._num_bytes(tokens))
         self.num_tokens[split] += len(tokens)
         self.num_ends += len(ends)
 

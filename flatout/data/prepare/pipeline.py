@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Unpack
 
 from flatout.config.registry import unknown_name
-from flatout.data.prepare.join import check_files, join
 from flatout.data.prepare.pack.range_files import (
     RangeRecord,
     count_skipped,
@@ -28,7 +27,12 @@ from flatout.data.prepare.workers.local import LocalWorkers, Workers
 from flatout.data.sources import FIRST_NAMED, ReadTask
 from flatout.data.sources.files import first_changed
 from flatout.data.sources.packed import CANNOT_BE_READ, NotHandedOut
-from flatout.data.store.manifest import SPLITS, Manifest, SkippedRows, StoredLocation
+from flatout.data.store.manifest import (
+    SPLITS,
+    Manifest,
+    SkippedRows,
+    StoredLocation,
+)
 from flatout.errors import DataError
 from flatout.hardware.machine import cgroup_limits, usable_cores
 from flatout.progress import Task
@@ -49,8 +53,8 @@ UNREAD_SHARE = 0.01
 class Prepared:
     """A prepared dataset, and how long it took."""
 
-    path: Path | str
-    """Its directory or URL."""
+    path: Path
+    """Its directory."""
     manifest: Manifest
     seconds: float
     existed: bool
@@ -116,20 +120,13 @@ def prepare_dataset(
     started = time.perf_counter()
     out = expanded(out)
     request = open_request(sources, out, options, **access)
-    manifest, existed = prepare_request(request, out, workers, engine)
-    return Prepared(out, manifest, time.perf_counter() - started, existed)
-
-
-def prepare_request(
-    request: Request, out: Path, workers: int | None, engine: Engine
-) -> tuple[Manifest, bool]:
-    """Prepare the dataset of a request as `prepare_dataset` does, and return whether it existed."""
     with WorkDir(out) as work:
         manifest = _existing_or_claimed(request, work)
-        if manifest is not None:
-            return manifest, True
-        with engine(request, workers) as crew:
-            return _write(work, request, crew), False
+        existed = manifest is not None
+        if manifest is None:
+            with engine(request, workers) as crew:
+                manifest = _write(work, request, crew)
+    return Prepared(out, manifest, time.perf_counter() - started, existed)
 
 
 def prepare_part(
@@ -214,7 +211,7 @@ def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
 
 
 def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
-    """Pack the remaining ranges, and join all. Discard the work if a split is empty."""
+    """Pack the remaining ranges, and publish all. Discard the work if a split is empty."""
     plan, packing = plan_work(work, request)
     records = _pack(work, plan, packing, plan.items, crew, request)
     skipped: list[SkippedRows] = []
@@ -225,15 +222,14 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
     if error is not None:
         work.clear()
         raise error
-    with request.progress.task("Writing to the disk"):
-        return join(
-            work,
-            records,
-            packing.tokenizer,
-            source=request.source,
-            split_rule=plan.rule,
-            skipped=[rows.named() for rows in skipped],
-        )
+    return work.publish(
+        packing.tokenizer,
+        [record.shard for record in records],
+        source=request.source,
+        split_rule=plan.rule,
+        skipped=[rows.named() for rows in skipped],
+        cut_documents=sum(record.cut_documents for record in records),
+    )
 
 
 def _pack(
@@ -251,7 +247,7 @@ def _pack(
         for number, record in work.done().items()
         if number in numbers and not (record.bad_rows and request.options.on_bad_row == "raise")
     }
-    check_files(work, list(done.values()))
+    work.require_files(done.values())
     left = [item for item in wanted if item.number not in done]
     if done:
         request.progress.say(f"{len(done)} of {len(wanted)} ranges are done. {len(left)} remain.")
@@ -350,7 +346,7 @@ def _empty_split(
     records: Sequence[RangeRecord], request: Request, rule: str, skipped: Iterable[SkippedRows]
 ) -> DataError | None:
     """Return the error for a split without documents, which names a rule that works, or None."""
-    train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
+    train, val = (sum(record.counts(name).documents for record in records) for name in SPLITS)
     names = " ".join(request.source["names"])
     if train and val:
         return None

@@ -30,8 +30,10 @@ from flatout.errors import DataError
 from flatout.storage.remote.reading import find_remote
 from flatout.storage.remote.urls import is_url, is_web, protocol_of
 
+PARTS, MIN_PART_BYTES = 64, 1 << 20
 PART_BYTES = 4 << 20
-"""Approximate bytes of text per task. A file of rows is split, a text file is not."""
+"""Most text of a task. Less of a corpus that has fewer than PARTS of these, so that many cores
+share its work. A file of rows is split, a text file is not."""
 REMOTE_PART_BYTES = 32 << 20
 """The same for remote files: each task reads up to a block too much, and Parquet's footer again."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
@@ -75,11 +77,12 @@ def files(
             fix="Remove --chat, or name JSONL or Parquet.",
         )
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
+    part_bytes = min(max(sum(file.size for file in found) // PARTS, MIN_PART_BYTES), PART_BYTES)
     with ThreadPoolExecutor(PARALLEL_FILES) as threads:
         try:
-            cut = threads.map(lambda file: _cut(file, fields), found)
+            cut = threads.map(lambda file: _cut(file, fields, part_bytes), found)
             marked = threads.map(lambda file: _with_fingerprint(file, per_file), found)
-            first, *others = _tasks(list(zip(marked, cut, strict=True)), fields)
+            first, *others = _tasks(list(zip(marked, cut, strict=True)), fields, part_bytes)
         except BaseException:  # an interrupt does not wait for the files that are left
             threads.shutdown(wait=False, cancel_futures=True)
             raise
@@ -105,8 +108,8 @@ def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
     )
 
 
-def _cut(file: InputFile, fields: Fields) -> list[Piece]:
-    limit = REMOTE_PART_BYTES if is_url(file.path) else PART_BYTES
+def _cut(file: InputFile, fields: Fields, part_bytes: int) -> list[Piece]:
+    limit = REMOTE_PART_BYTES if is_url(file.path) else part_bytes
     if is_parquet(file.name):
         return list(cut_parquet(file.path, file.size, fields, limit))
     whole, scale = max(file.size, 1), 3 if is_packed(file.name) else 1
@@ -117,8 +120,10 @@ def _cut(file: InputFile, fields: Fields) -> list[Piece]:
     return [Piece(file.path, start, end, (end - start) * scale) for start, end in ends]
 
 
-def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator[ReadTask]:
-    """Yield tasks of about PART_BYTES. A file's fingerprint goes to the task of its first piece."""
+def _tasks(
+    cut: list[tuple[InputFile, list[Piece]]], fields: Fields, part_bytes: int
+) -> Iterator[ReadTask]:
+    """Yield tasks of about `part_bytes`. A file's fingerprint is that of its first piece's task."""
     pieces: list[Piece] = []
     started: list[InputFile] = []
     num_bytes = 0
@@ -132,7 +137,7 @@ def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator
 
     for file, of_file in cut:
         for index, piece in enumerate(of_file):
-            if pieces and num_bytes + piece.num_bytes > PART_BYTES:
+            if pieces and num_bytes + piece.num_bytes > part_bytes:
                 yield task()
                 pieces, started, num_bytes = [], [], 0
             pieces.append(piece)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry
+from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitName
 from flatout.storage.files import Array as Array
 from flatout.storage.files import entry_of
 
@@ -45,13 +45,6 @@ def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(entry.name, what, "Check its permissions.")
 
 
-def file_problem(path: Path, entry: FileEntry) -> str | None:
-    """Return what is wrong with a file's size or with one of its blocks, or None."""
-    return _size_problem(path, entry) or next(
-        (problem for _, problem in local_blocks(path, entry) if problem), None
-    )
-
-
 def _size_problem(path: Path, entry: FileEntry) -> str | None:
     size = path.stat().st_size if path.is_file() else None
     if size == entry.size_bytes:
@@ -60,29 +53,25 @@ def _size_problem(path: Path, entry: FileEntry) -> str | None:
     return f"{path} {found}. The manifest lists {entry.size_bytes} bytes."
 
 
-def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Problem]:
+def manifest_problems(path: Path, manifest: Manifest) -> Iterator[Problem]:
     """Yield contradictions between the sizes, counts and checksums in a dataset's manifest."""
     itemsize = np.dtype(manifest.dtype).itemsize
-    for name, split in manifest.splits.items():
-        for entry in (*split.shards, *split.masks, split.document_ends):
+    names = [entry.name for entry in manifest.files]
+    for name in {name for name in names if names.count(name) > 1}:
+        yield Problem(name, f"{path}: the manifest lists {name} twice.")
+    for shard in manifest.shards:
+        tokens = sum(counts.tokens for counts in shard.splits.values())
+        documents = sum(counts.documents for counts in shard.splits.values())
+        expected = [(shard.tokens, tokens * itemsize), (shard.ends, documents * 8)]
+        if shard.mask is not None or manifest.is_masked:
+            expected.append((shard.mask or shard.tokens, tokens if shard.mask else -1))
+        for entry, size in expected:
+            if size != entry.size_bytes:
+                what = f"{tokens} tokens and {documents} documents do not fit into {entry.name}"
+                yield Problem(entry.name, f"{path}: {what}, of {entry.size_bytes} bytes.")
             if len(entry.block_crc32) != -(-entry.size_bytes // BLOCK_BYTES):
                 what = f"the manifest does not have one checksum per block for {entry.name}"
-                yield Problem(entry.name, f"{origin}: {what}.")
-        sizes = {
-            "tokens": (sum(entry.size_bytes for entry in split.shards), split.tokens * itemsize),
-            "documents": (split.document_ends.size_bytes, split.documents * 8),
-            "mask values": (
-                sum(entry.size_bytes for entry in split.masks),
-                split.tokens if split.masks else 0,
-            ),
-        }
-        for what, (found_bytes, expected_bytes) in sizes.items():
-            if found_bytes != expected_bytes:
-                yield Problem(
-                    name,
-                    f"{origin}: the files of {name} contain {found_bytes} bytes of {what}, "
-                    f"not {expected_bytes}.",
-                )
+                yield Problem(entry.name, f"{path}: {what}.")
 
 
 def local_blocks(path: Path, entry: FileEntry) -> Iterator[tuple[Array, str | None]]:
@@ -111,7 +100,7 @@ def read_block(path: Path, entry: FileEntry, number: int) -> tuple[Array, str | 
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """The allowed range of the values in a file: tokens, mask values or document ends."""
+    """The allowed range of the values in a file: tokens or mask values."""
 
     dtype: np.dtype[Any]
     limit: int
@@ -142,24 +131,34 @@ def token_check(manifest: Manifest) -> ValueCheck:
     return ValueCheck(np.dtype(manifest.dtype), manifest.vocab_size, complaint)
 
 
-def document_end_check(split: SplitEntry) -> ValueCheck:
-    """Return the allowed range of a split's document ends."""
-    complaint = f"a document ends at {{}}, past the last of {split.tokens} tokens"
-    return ValueCheck(np.dtype(np.int64), split.tokens + 1, complaint)
+def read_ends(folder: Path, manifest: Manifest, split: SplitName) -> tuple[Array, list[str]]:
+    """Return the end of each document in a split's tokens, and the problems with these ends.
 
+    They must ascend to the number of tokens.
 
-def end_problems(origin: str, name: str, ends: Array, num_tokens: int) -> Iterator[str]:
-    """Yield the problems with a split's document ends, which must ascend to the number of tokens.
-
-    Shapes:  ends (documents,), int64, each in range.
+    Shapes:  returns (documents,), int64.
     """
+    found: list[Array] = []
+    problems: list[str] = []
+    before = 0
+    for shard in manifest.shards:
+        blocks = list(local_blocks(folder / shard.ends.name, shard.ends))
+        problems += [problem for _, problem in blocks if problem]
+        first, counts = shard.start(split).documents, shard.splits[split]
+        ends = np.frombuffer(b"".join(block.data for block, _ in blocks), "<i8")
+        found.append(ends[first : first + counts.documents] + before)
+        before += counts.tokens
+    ends = np.concatenate([np.empty(0, np.int64), *found])
     wrong = np.flatnonzero(np.diff(ends, prepend=0) <= 0)
     last = int(ends[-1]) if len(ends) else 0
-    if len(wrong):
+    if not problems and len(wrong):
         number = int(wrong[0])
-        yield (
-            f"{origin}: document {number} of {name} ends at {int(ends[number])}, "
-            "not after the previous one."
+        end = int(ends[number])
+        problems.append(
+            f"{folder}: document {number} of {split} ends at {end}, not after the previous one."
         )
-    elif num_tokens != last:
-        yield f"{origin}: the documents of {name} end at {last}, but it has {num_tokens} tokens."
+    elif not problems and before != last:
+        problems.append(
+            f"{folder}: the documents of {split} end at {last}, but it has {before} tokens."
+        )
+    return ends, problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote, unquote
@@ -26,8 +27,8 @@ from flatout.storage.files import Stored
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import read_regular, recognise
 
-FORMAT_VERSION = 2
-"""Version 2 added a digest of the manifest's own content."""
+FORMAT_VERSION = 3
+"""In version 3, a shard has the tokens of both splits, and its own document ends."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
@@ -35,21 +36,41 @@ SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 
 
-class SplitEntry(Stored):
-    """One split: its token shards, document ends and optional loss mask."""
+class SplitCounts(Stored):
+    """How much of one split there is, in a shard or in the whole dataset."""
 
-    tokens: int = Field(ge=0)
+    tokens: int = Field(0, ge=0)
     """Tokens, including end-of-text tokens."""
-    documents: int = Field(ge=0)
-    """Documents."""
-    text_bytes: int = Field(ge=0)
+    documents: int = Field(0, ge=0)
+    """Documents that end there."""
+    text_bytes: int = Field(0, ge=0)
     """UTF-8 bytes of the text before tokenisation: the denominator of bits per byte."""
-    shards: tuple[FileEntry, ...]
-    """Token files, in order."""
-    document_ends: FileEntry
-    """Little-endian int64: the position after each document's last token."""
-    masks: tuple[FileEntry, ...] = ()
-    """One uint8 per token, 0 where a target does not count. One file per shard, or no files."""
+
+    def __add__(self, other: SplitCounts) -> SplitCounts:
+        return SplitCounts(
+            tokens=self.tokens + other.tokens,
+            documents=self.documents + other.documents,
+            text_bytes=self.text_bytes + other.text_bytes,
+        )
+
+
+class ShardEntry(Stored):
+    """The files of one range of the text. Each has the part of train, followed by that of val."""
+
+    tokens: FileEntry
+    """Tokens, in the dtype of the dataset."""
+    ends: FileEntry
+    """Little-endian int64: the position after each document's last token, counted from the start of
+    its split's tokens in this shard.
+    """
+    mask: FileEntry | None = None
+    """One uint8 per token, 0 where a target does not count. All shards have one, or none."""
+    splits: dict[SplitName, SplitCounts]
+    """Contents of each part."""
+
+    def start(self, name: SplitName) -> SplitCounts:
+        """Return what is in these files before the part of a split."""
+        return SplitCounts() if name == "train" else self.splits["train"]
 
 
 class TokenizerEntry(Stored):
@@ -120,8 +141,8 @@ class Manifest(Stored):
     """Number of token ids. Every id is below it."""
     tokenizer: TokenizerEntry
     """The tokenizer that made the tokens."""
-    splits: dict[SplitName, SplitEntry]
-    """train and val."""
+    shards: tuple[ShardEntry, ...]
+    """The files with tokens, in the order of the text."""
     source: JsonObject
     """The source of the text, with every parameter that affected it."""
     split_rule: str
@@ -130,8 +151,8 @@ class Manifest(Stored):
     """Rows that were omitted, by reason."""
     cut_documents: int = Field(0, ge=0)
     """Documents cut at the start of validation. Both splits count them."""
-    sha256: str | None = None
-    """Digest of the rest of the manifest. None in format 1."""
+    sha256: str = ""
+    """Digest of the rest of the manifest."""
 
     def sealed(self) -> Self:
         """Return this manifest with its digest."""
@@ -142,10 +163,33 @@ class Manifest(Stored):
         """Every file in the directory except the manifest."""
         entries = (
             entry
-            for split in self.splits.values()
-            for entry in (*split.shards, *split.masks, split.document_ends)
+            for shard in self.shards
+            for entry in (shard.tokens, shard.ends, shard.mask)
+            if entry is not None
         )
         return (*entries, *self.tokenizer.files)
+
+    @cached_property
+    def splits(self) -> dict[SplitName, SplitCounts]:
+        """Contents of train and val."""
+        counts = {name: [shard.splits[name] for shard in self.shards] for name in SPLITS}
+        return {name: sum(parts, SplitCounts()) for name, parts in counts.items()}
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the loss ignores some tokens."""
+        return any(shard.mask is not None for shard in self.shards)
+
+    def digest_of(self, name: SplitName) -> str:
+        """Return a digest of a split's tokens, masks and document ends, from the checksums."""
+        parts = [
+            (shard.start(name), shard.splits[name], *(file and file.block_crc32 for file in files))
+            for shard in self.shards
+            if shard.splits[name].tokens
+            for files in [(shard.tokens, shard.ends, shard.mask)]
+        ]
+        text = repr((self.vocab_size, self.dtype, parts))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def tokens(self) -> int:
@@ -219,15 +263,20 @@ def _no_dataset(folder: Path) -> DataError:
 def parse_manifest(text: str, path: Path | str) -> Manifest:
     """Parse a manifest from a file's text.
 
-    Raises: DataError naming the file when it is not a manifest, or its format is newer than this
-            version of flatout.
+    Raises: DataError naming the file when it is not a manifest, it is damaged, or its format is not
+            that of this version of flatout.
     """
     try:
         version = _Version.model_validate_json(text).format_version
-        if version <= FORMAT_VERSION:
+        if version == FORMAT_VERSION:
             manifest = Manifest.model_validate_json(text)
-            _require_own_digest(manifest, text, path)
-            return manifest
+            if _digest(json.loads(text)) == manifest.sha256:
+                return manifest
+            raise DataError(
+                f"{path} is damaged: its content does not match its digest.",
+                fix="Restore it from a copy, or prepare the dataset again into a different "
+                "directory.",
+            )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -235,24 +284,14 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
         raise DataError(
             what, fix="Prepare the dataset again into a different directory."
         ) from error
+    newer = version > FORMAT_VERSION
     raise DataError(
-        f"{path} has format_version {version}. "
-        f"This version of flatout reads up to {FORMAT_VERSION}.",
-        fix="Install a newer flatout, or prepare the dataset again.",
+        f"{path} has format {version}, of {'a newer' if newer else 'an earlier'} version of "
+        f"flatout. This version reads format {FORMAT_VERSION}.",
+        fix="Install a newer flatout, or prepare the dataset again into a different directory."
+        if newer
+        else "Prepare the dataset again into a different directory.",
     )
-
-
-def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None:
-    """Check that a manifest matches its own digest, which format 1 may lack.
-
-    Raises: DataError.
-    """
-    sealed = manifest.sha256 is not None or manifest.format_version > 1
-    if sealed and _digest(json.loads(text)) != manifest.sha256:
-        raise DataError(
-            f"{path} is damaged: its content does not match its digest.",
-            fix="Restore it from a copy, or prepare the dataset again into a different directory.",
-        )
 
 
 def _digest(document: JsonObject) -> str:

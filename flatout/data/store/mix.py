@@ -21,10 +21,8 @@ import numpy as np
 
 from flatout.data.store.integrity import Array
 from flatout.data.store.manifest import TOKENIZER, SplitName
-from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError, in_shell
-from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 from flatout.storage.process_limits import allow_open_files
 
@@ -56,30 +54,22 @@ class MixedDataset:
         self._splits: dict[str, MixedSplit] = {}
 
     @classmethod
-    def open(
-        cls,
-        mix: Mapping[str, float],
-        *,
-        cache: Path | None = None,
-        progress: Progress = SILENT,
-    ) -> Self:
-        """Open the directories or URLs of a mix, each with its weight.
-
-        `cache` is the directory of copies of remote datasets. None means the user's cache.
+    def open(cls, mix: Mapping[str, float]) -> Self:
+        """Open the directories of a mix, each with its weight.
 
         Raises: ConfigError when a dataset is named twice or its share is too small; DataError when
                 one is not a dataset, or two have different tokenizers.
         """
         turns = whole_turns(mix)
-        datasets = [open_dataset(one, cache=cache, progress=progress) for one in mix]
+        datasets = [Dataset.open(one) for one in mix]
         for number, dataset in enumerate(datasets):
             _require_same_tokenizer(datasets[0], dataset)
             if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
                 raise ConfigError(
-                    f"data.mix names {dataset.origin} twice.",
+                    f"data.mix names {dataset.path} twice.",
                     fix="Name it once, with the sum of its weights.",
                 )
-        names = distinct_names([dataset.origin for dataset in datasets])
+        names = distinct_names([str(dataset.path) for dataset in datasets])
         shares = [turn / sum(turns) for turn in turns]
         return cls([Member(*fields) for fields in zip(names, datasets, shares, strict=True)], turns)
 
@@ -205,18 +195,16 @@ SplitReader = Split | MixedSplit
 AnyDataset = Dataset | MixedDataset
 
 
-def open_data(data: DataConfig, *, progress: Progress = SILENT) -> AnyDataset:
+def open_data(data: DataConfig) -> AnyDataset:
     """Open the dataset or mix that `data.path` or `data.mix` names.
 
-    Raises: ConfigError when neither is set; DataError when there is no dataset, or it cannot be
-            fetched.
+    Raises: ConfigError when neither is set; DataError when there is no dataset.
     """
     allow_open_files()
-    cache = None if data.cache is None else Path(data.cache)
     if data.mix is not None:
-        return MixedDataset.open(data.mix, cache=cache, progress=progress)
+        return MixedDataset.open(data.mix)
     if data.path is not None:
-        return open_dataset(data.path, cache=cache, progress=progress)
+        return Dataset.open(data.path)
     raise ConfigError(
         "data.path is not set: there is nothing to train on.",
         fix="Prepare text with `flatout prepare FILE --out data/mine`, "
@@ -228,7 +216,7 @@ def members_of(dataset: AnyDataset) -> tuple[Member, ...]:
     """Return the members of a mix. A single dataset is one member."""
     if isinstance(dataset, MixedDataset):
         return dataset.members
-    return (Member(distinct_names([dataset.origin])[0], dataset, 1.0),)
+    return (Member(distinct_names([str(dataset.path)])[0], dataset, 1.0),)
 
 
 def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
@@ -295,7 +283,7 @@ def _require_same_tokenizer(first: Dataset, other: Dataset) -> None:
         theirs.dtype,
     ):
         raise DataError(
-            f"{first.origin} and {other.origin} were prepared with different tokenizers, "
+            f"{first.path} and {other.path} were prepared with different tokenizers, "
             f"{mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
             f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
             fix="Prepare the second again with the tokenizer of the first: "

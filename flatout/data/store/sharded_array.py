@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,19 +25,33 @@ SIZE_CHECK_INTERVAL_S = 1.0
 """Interval between size checks of open files: one costs as much as reading a few sequences."""
 
 
-class ShardedArray:
-    """Several files, memory-mapped and read as one long array."""
+class Span(NamedTuple):
+    """Consecutive items of a file."""
 
-    def __init__(self, folder: Path, entries: Sequence[FileEntry], check: ValueCheck) -> None:
+    entry: FileEntry
+    start: int
+    """Index of the first item in the file."""
+    length: int
+    """Number of items."""
+
+
+class ShardedArray:
+    """Spans of several files, memory-mapped and read as one long array."""
+
+    def __init__(self, folder: Path, spans: Sequence[Span], check: ValueCheck) -> None:
         itemsize = check.dtype.itemsize
         self._check = check
-        self._entries = [entry for entry in entries if entry.size_bytes]
+        spans = [span for span in spans if span.length]
+        self._entries = [span.entry for span in spans]
         self._paths = [folder / entry.name for entry in self._entries]
         self._stored = check.dtype.newbyteorder("<")
-        lengths = [entry.size_bytes // itemsize for entry in self._entries]
-        self._first = np.cumsum([0, *lengths])
-        self._first_block = np.cumsum([0, *(len(entry.block_crc32) for entry in self._entries)])
         self._block_items = BLOCK_BYTES // itemsize
+        self._start = np.array([span.start for span in spans], np.int64)
+        counts = np.array([span.length for span in spans], np.int64)
+        self._first = np.concatenate([[0], np.cumsum(counts)])
+        self._start_block = self._start // self._block_items
+        num_blocks = (self._start + counts - 1) // self._block_items + 1 - self._start_block
+        self._first_block = np.concatenate([[0], np.cumsum(num_blocks)])
         self._checked = np.zeros(self._first_block[-1], np.bool_)
         self._all_checked = False
         self._next_size_check_s = 0.0
@@ -56,12 +71,15 @@ class ShardedArray:
 
     @cached_property
     def _files(self) -> list[memoryview]:
-        return [memoryview(mapped) for mapped in self._maps]
+        size = self._stored.itemsize
+        begins, counts = self._start * size, np.diff(self._first) * size
+        parts = zip(self._maps, begins.tolist(), counts.tolist(), strict=True)
+        return [memoryview(mapped)[begin : begin + count] for mapped, begin, count in parts]
 
     def locate(self, item: int) -> tuple[str, int]:
         """Return the file that contains an item, and the item's index in it."""
         file = int(np.searchsorted(self._first, item, side="right")) - 1
-        return self._paths[file].name, item - int(self._first[file])
+        return self._paths[file].name, item - int(self._first[file] - self._start[file])
 
     def read(self, starts: Array, out: Array) -> None:
         """Copy `out.shape[1]` items from each start into the rows of `out`, a contiguous array."""
@@ -119,10 +137,10 @@ class ShardedArray:
         self._next_size_check_s = time.monotonic() + SIZE_CHECK_INTERVAL_S
 
     def _block_of(self, items: Array, file_of: Array) -> Array:
-        blocks: Array = (
-            self._first_block[file_of] + (items - self._first[file_of]) // self._block_items
-        )
-        return blocks
+        in_file = items - self._first[file_of] + self._start[file_of]
+        block: Array = in_file // self._block_items - self._start_block[file_of]
+        block += self._first_block[file_of]
+        return block
 
     def _check_blocks(self, first: Array, last: Array) -> None:
         steps = range(int((last - first).max()) + 1)
@@ -149,7 +167,7 @@ class ShardedArray:
         the process.
         """
         file = int(np.searchsorted(self._first_block, block, side="right")) - 1
-        number = block - int(self._first_block[file])
+        number = block - int(self._first_block[file] - self._start_block[file])
         content, problem = read_block(self._paths[file], self._entries[file], number)
         return problem or self._check.problem(content, self._paths[file], number * BLOCK_BYTES)
 

@@ -1,9 +1,10 @@
 """Opens a dataset directory (written by data/prepare/writer.py) and reads its tokens in sequences.
 
-A directory contains `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens),
-`{train,val}-documents.bin` (int64 ends) and, with a loss mask, `{train,val}-NNNNN.mask.bin`
-(uint8). Every 4 MiB block has a CRC-32, checked when the block is first read from. File sizes are
-checked when a directory is opened and while its files are read.
+A directory contains `manifest.json`, `tokenizer.json`, and for each shard `NNNNN.bin` (flat
+tokens), `NNNNN.ends.bin` (int64, the ends of documents) and, with a loss mask, `NNNNN.mask.bin`
+(uint8): the part of train, followed by that of val. Every 4 MiB block has a CRC-32, checked when
+the block is first read from. File sizes are checked when a directory is opened and while its files
+are read.
 
 Letters in names: N sequences, T tokens of one sequence, W = T + 1 (its inputs and its last target).
 """
@@ -11,7 +12,6 @@ Letters in names: N sequences, T tokens of one sequence, W = T + 1 (its inputs a
 from __future__ import annotations
 
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +19,15 @@ import numpy as np
 
 from flatout.data.store.integrity import (
     MASK_VALUES,
+    PREPARE_AGAIN,
     Array,
-    document_end_check,
     file_problems,
+    read_ends,
     token_check,
 )
-from flatout.data.store.manifest import (
-    TOKENIZER,
-    FileEntry,
-    Manifest,
-    SplitEntry,
-    SplitName,
-    read_manifest,
-)
+from flatout.data.store.manifest import TOKENIZER, Manifest, SplitName, read_manifest
 from flatout.data.store.order import shuffled
-from flatout.data.store.sharded_array import ShardedArray
+from flatout.data.store.sharded_array import ShardedArray, Span
 from flatout.errors import DataError
 from flatout.storage.files import expanded
 from flatout.storage.json_io import JsonObject
@@ -48,22 +42,20 @@ MASK_READ = 2**20
 class Dataset:
     """A prepared dataset directory, open for reading."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, origin: str | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
-        self.origin = str(path) if origin is None else origin
-        """The directory, or the URL that it was copied from."""
         self.manifest = manifest
         self._splits: dict[str, Split] = {}
 
     @classmethod
-    def open(cls, path: Path | str, *, origin: str | None = None) -> Dataset:
+    def open(cls, path: Path | str) -> Dataset:
         """Open a directory. Check its manifest, tokenizer and file sizes without reading tokens.
 
         Raises: DataError when it is not a dataset, a file is missing or has the wrong size, or the
                 tokenizer is not the one that made the tokens.
         """
         folder = expanded(path)
-        dataset = cls(folder, read_manifest(folder), origin=origin)
+        dataset = cls(folder, read_manifest(folder))
         for problem in file_problems(folder, dataset.manifest):
             raise DataError(problem.what, fix=problem.fix)
         return dataset
@@ -80,14 +72,6 @@ class Dataset:
 
         return load_tokenizer(self.path / TOKENIZER, sha256=self.manifest.tokenizer.digest)
 
-    @cached_property
-    def digests(self) -> dict[SplitName, str]:
-        """A digest of each split's tokens, from the checksums in the manifest."""
-        names: tuple[SplitName, ...] = ("train", "val")
-        include: dict[str, Any] = {"vocab_size": True, "dtype": True}
-        texts = (self.manifest.model_dump_json(include=include | {"splits": {n}}) for n in names)
-        return {n: sha256(t.encode()).hexdigest()[:16] for n, t in zip(names, texts, strict=True)}
-
     def split(self, name: SplitName) -> Split:
         """Return `train` or `val`. A split without documents has no tokens."""
         if name not in self._splits:
@@ -102,24 +86,20 @@ class Split:
     """
 
     def __init__(self, folder: Path, name: SplitName, manifest: Manifest) -> None:
-        empty = SplitEntry(
-            tokens=0,
-            documents=0,
-            text_bytes=0,
-            shards=(),
-            document_ends=FileEntry(name="none", size_bytes=0, block_crc32=()),
-        )
-        entry = manifest.splits.get(name, empty)
+        counts = manifest.splits[name]
         self.folder = folder
-        self.name: str = name
-        self.num_tokens = entry.tokens
-        self.num_documents = entry.documents
-        self.text_bytes = entry.text_bytes
-        self.has_mask = bool(entry.masks)
+        self.name = name
+        self.num_tokens = counts.tokens
+        self.num_documents = counts.documents
+        self.text_bytes = counts.text_bytes
+        self.has_mask = manifest.is_masked
         self.dtype = np.dtype(manifest.dtype)
-        self._tokens = ShardedArray(folder, entry.shards, token_check(manifest))
-        self._masks = ShardedArray(folder, entry.masks, MASK_VALUES)
-        self._ends = ShardedArray(folder, (entry.document_ends,), document_end_check(entry))
+        self._manifest = manifest
+        parts = [(one, one.start(name).tokens, one.splits[name].tokens) for one in manifest.shards]
+        tokens = [Span(shard.tokens, *part) for shard, *part in parts]
+        masks = [Span(shard.mask, *part) for shard, *part in parts if shard.mask is not None]
+        self._tokens = ShardedArray(folder, tokens, token_check(manifest))
+        self._masks = ShardedArray(folder, masks, MASK_VALUES)
 
     def num_sequences(self, seq_len: int) -> int:
         """Return the number of whole sequences of seq_len + 1 tokens."""
@@ -235,7 +215,10 @@ class Split:
     @cached_property
     def document_ends(self) -> Array:
         """The position after each document's last token, ascending."""
-        return _read_range(self._ends, 0, self.num_documents, np.dtype(np.int64))
+        ends, problems = read_ends(self.folder, self._manifest, self.name)
+        for problem in problems:
+            raise DataError(problem, fix=PREPARE_AGAIN)
+        return ends
 
 
 def _read_range(array: ShardedArray, start: int, stop: int, dtype: np.dtype[Any]) -> Array:

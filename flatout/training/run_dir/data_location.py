@@ -11,7 +11,6 @@ from flatout.config.sections import DataConfig
 from flatout.data.conversation.templates import CHAT_TEMPLATE, stored_template
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset, members_of, whole_turns
-from flatout.data.store.remote import absolute_path_or_url
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import (
     RESTORE,
@@ -22,9 +21,8 @@ from flatout.data.tokenizers import (
 )
 from flatout.errors import CheckpointError, in_shell
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import copy_whole, write_text
+from flatout.storage.files import copy_whole, expanded, write_text
 from flatout.storage.json_io import JsonObject, parsing
-from flatout.storage.remote.urls import is_url
 from flatout.training.checkpoint import catalog
 
 COMPARED = (
@@ -43,7 +41,7 @@ def moved_data(known: DataConfig, requested: DataConfig) -> JsonObject | None:
     a run reads.
     """
     if known.path is not None and requested.path is not None:
-        return {"data.path": absolute_path_or_url(requested.path)}
+        return {"data.path": absolute_path(requested.path)}
     if known.mix is None or requested.mix is None:
         return None
     before, now = _turns_by_path(known.mix), _turns_by_path(requested.mix)
@@ -60,33 +58,36 @@ def data_values(data: DataConfig) -> JsonObject:
 
 
 def _turns_by_path(mix: dict[str, float]) -> dict[str, int]:
-    paths = (path if is_url(path) else str(Path(path).resolve()) for path in mix)
+    paths = (str(Path(path).resolve()) for path in mix)
     return dict(zip(paths, whole_turns(mix), strict=True))
+
+
+def absolute_path(path: str) -> str:
+    """Return a path as an absolute one, with `~` expanded."""
+    return str(expanded(path).absolute())
 
 
 def absolute(mix: dict[str, float]) -> dict[str, float]:
     """Return a mix with absolute paths."""
-    return {absolute_path_or_url(path): weight for path, weight in mix.items()}
+    return {absolute_path(path): weight for path, weight in mix.items()}
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the configuration with absolute paths, for use from any working directory."""
-    if config.data.cache is not None:
-        config = config.with_values({"data.cache": absolute_path_or_url(config.data.cache)})
     if config.data.mix is not None:
         return config.with_values({"data.mix": absolute(config.data.mix)})
-    return config.with_values({"data.path": absolute_path_or_url(config.data.path or "")})
+    return config.with_values({"data.path": absolute_path(config.data.path or "")})
 
 
 def data_facts(dataset: AnyDataset) -> list[JsonObject]:
     """Return what identifies the training tokens of each dataset, and how many there are."""
     return [
         {
-            "path": absolute_path_or_url(part.dataset.origin),
+            "path": str(part.dataset.path.absolute()),
             "vocab_size": part.dataset.manifest.vocab_size,
             "tokens": part.dataset.manifest.splits["train"].tokens,
             "documents": part.dataset.manifest.splits["train"].documents,
-            "digest": part.dataset.digests["train"],
+            "digest": part.dataset.manifest.digest_of("train"),
         }
         for part in members_of(dataset)
     ]
@@ -136,7 +137,7 @@ def require_tokenizer(
         )
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
-            f"{data.origin} was prepared with a different tokenizer than the one {run_folder} was "
+            f"{data.path} was prepared with a different tokenizer than the one {run_folder} was "
             "trained with.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )
@@ -197,7 +198,7 @@ def require_tokenizer_of(folder: Path, data: Dataset, *, progress: Progress = SI
             continue
         if theirs.encode(text) != expected:
             raise CheckpointError(
-                f"{data.origin} was prepared with a different tokenizer than {path}, that of the "
+                f"{data.path} was prepared with a different tokenizer than {path}, that of the "
                 f"base model: {text[:20]!a} has other tokens.",
                 fix=f"Prepare the text with --tokenizer {in_shell(path)}.",
             )

@@ -25,7 +25,6 @@ from flatout.training.run_dir.layout import (
 
 FREE_KEYS = (
     "log.",
-    "data.cache",
     "checkpoint.every_",
     "checkpoint.keep",
     "checkpoint.best",
@@ -45,7 +44,7 @@ FREE_KEYS = (
 """Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
 except for the last bits of sums. Some decide when the run ends.
 """
-OF_THIS_START = ("parallel.", "train.devices", "data.cache")
+OF_THIS_START = ("parallel.", "train.devices")
 """Prefixes of the free keys that describe the machine: each start states its own."""
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run. `lengthen` decides when it may grow."""

@@ -1,6 +1,5 @@
 import json
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -17,13 +16,15 @@ from flatout.storage.json_io import append_line
 
 def prepare(out, train, val=(), *, skipped=()):
     tokenizer = make_tokenizer("byte", lambda: iter([]), pattern=None, progress=SILENT)
-    with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
-        for split, texts in ((writer.train, train), (writer.val, val)):
+    with DatasetWriter(out, tokenizer) as writer:
+        for split, texts in (("train", train), ("val", val)):
             for text in texts:
                 tokens = [*tokenizer.encode(text), tokenizer.eot_id]
-                split.append(np.array(tokens), [len(tokens)], text_bytes=len(text.encode()))
+                writer.append(split, np.array(tokens), [len(tokens)], text_bytes=len(text.encode()))
         facts = {"source": {"kind": "test", "seed": 3}, "split_rule": "tail 0.1"}
-        writer.finish(tokenizer=tokenizer, **facts, skipped=skipped)
+        manifest = writer.finish(**facts)
+    told = manifest.model_copy(update={"skipped": tuple(skipped)}).sealed()
+    (out / "manifest.json").write_text(told.model_dump_json())
     return out
 
 
@@ -93,9 +94,9 @@ def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
     made.add_tokens(["plain"])
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"), lambda _: iter([]))
-    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
-        writer.train.append(np.array([0, 1, 3]), [3], text_bytes=2)
-        writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
+    with DatasetWriter(tmp_path / "set", tokenizer) as writer:
+        writer.append("train", np.array([0, 1, 3]), [3], text_bytes=2)
+        writer.finish(source={}, split_rule="named")
     assert inspect(tmp_path / "set").value("special_tokens") == {"</s>": 3, "<s>": 2}
 
 
@@ -136,15 +137,3 @@ def test_a_dataset_with_only_validation_text_and_an_empty_one(tmp_path):
     assert empty.summary()
     with pytest.raises(DataError, match="flatout prepare"):
         inspect(tmp_path)
-
-
-def test_a_dataset_at_a_url_is_fetched_and_shown(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    store = fsspec.filesystem("memory")
-    for path in folder.iterdir():
-        store.put_file(str(path), f"memory://inspect/set/{path.name}")
-    result, local = inspect("memory://inspect/set/"), inspect(folder)
-    assert result.path == "memory://inspect/set"
-    assert result.value("copy").startswith(str(tmp_path / ".cache" / "flatout" / "stored" / "set-"))
-    shared = [fact for fact in result.items if fact.name not in ("copy", "copied")]
-    assert shared == [fact for fact in local.items if fact.name != "prepared"]

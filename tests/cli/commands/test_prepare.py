@@ -1,11 +1,9 @@
 import json
 
-import fsspec
 import pytest
 
 from flatout.cli.commands.inspect import inspect
 from flatout.cli.commands.prepare import prepare
-from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, UsageError
 
@@ -128,16 +126,6 @@ def test_a_document_cut_for_validation_counts_once(book, tmp_path):
         assert inspect(tmp_path / split).value("documents") == 3
 
 
-def test_out_may_be_a_url(book, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    url = "memory://commands/book"
-    result = prepare([str(book)], url, tokenizer="char")
-    assert json.loads(result.model_dump_json())["path"] == url
-    assert f"{url}  written in" in result.summary()
-    assert open_dataset(url).manifest.tokens == result.tokens
-    assert "already exists" in prepare([str(book)], f"{url}/", tokenizer="char").summary()
-    words = "--out memory://commands/book, which is a URL, and --(part|join) cannot be combined"
-    for parameters in ({"part": "1/2"}, {"join": True}):
-        with pytest.raises(UsageError, match=words):
-            prepare([str(book)], url, **parameters)
-    fsspec.filesystem("memory").rm("/commands", recursive=True)
+def test_out_is_a_local_directory(book):
+    with pytest.raises(DataError, match=r"s3://bucket/book is a URL.*flatout push DIR URL"):
+        prepare([str(book)], "s3://bucket/book")

@@ -1,7 +1,6 @@
 import json
 import shutil
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -16,31 +15,28 @@ from flatout.training.run_dir import lookup
 @pytest.fixture
 def folder(tmp_path):
     tokenizer = make_tokenizer("byte", lambda _: iter([]))
-    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
-        for split in (writer.train, writer.val):
-            split.append(np.array([72, 105, tokenizer.eot_id] * 50), [3, 150], text_bytes=100)
-        writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
+    with DatasetWriter(tmp_path / "set", tokenizer) as writer:
+        for split in ("train", "val"):
+            writer.append(
+                split, np.array([72, 105, tokenizer.eot_id] * 50), [3, 150], text_bytes=100
+            )
+        writer.finish(source={}, split_rule="named")
     return tmp_path / "set"
 
 
 def test_an_intact_dataset_is_ok(folder, tmp_path):
     result = verify(folder)
     assert (result.ok, result.exit_code) == (True, 0)
-    assert result.summary().startswith(f"{folder} is intact. 4 blocks of 5 files read")
-    store = fsspec.filesystem("memory")
-    for path in folder.iterdir():
-        store.put_file(str(path), f"memory://verify/set/{path.name}")
-    summary = verify("memory://verify/set").summary()
-    assert summary.startswith("memory://verify/set is intact. 4 blocks of 5 files read")
-    with pytest.raises(DataError, match="must not contain a user, a password"):
-        verify("s3://key:hidden@bucket/set")
+    assert result.summary().startswith(f"{folder} is intact. 2 blocks of 3 files read")
+    with pytest.raises(DataError, match=r"s3://bucket/set is a URL.*flatout pull"):
+        verify("s3://bucket/set")
     with pytest.raises(DataError, match="flatout prepare"):
         verify(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder, capsys):
-    shard = folder / "train-00000.bin"
+    shard = folder / "00000.bin"
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
     assert cli.execute(["verify", str(folder), "--json"]) == 1
     shown = capsys.readouterr()

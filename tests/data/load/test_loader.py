@@ -40,7 +40,7 @@ def _no_thread_is_left():
 @pytest.mark.parametrize("loader_class", LOADERS)
 def test_steps_follow_the_closed_form_order(train_split, loader_class):
     tokens = RNG.integers(0, 300, 801)
-    split = train_split(tokens, shard_bytes=300)
+    split = train_split(tokens, shard_tokens=150)
     batches = read_steps(loader_class, split, 30)  # 180 sequences of 100: two epochs
     order = shuffled(np.arange(180), 100, seed=7)
     wanted = np.stack([tokens[w * 8 : w * 8 + 9] for w in order]).reshape(30, 3, 2, 9)

@@ -44,7 +44,7 @@ def test_rows_are_stored_completely_and_in_order(rows, tmp_path, tokenizer):
 @pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(make, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 1200)
     options = Options(tokenizer="train:300", split="hash 0.2")
     for count in (1, 2, 3):
         prepare_dataset([str(rows)], tmp_path / f"out{count}", options, workers=count)
@@ -99,7 +99,7 @@ def test_a_rule_with_an_empty_split_is_rejected_and_leaves_nothing(rows, tmp_pat
 @pytest.mark.slow
 def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(make, "RANGE_BYTES", 700)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 700)
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
     for count in (1, 2):
         out = tmp_path / f"documents{count}"
@@ -187,14 +187,13 @@ def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
 
 def test_long_steps_report_progress_to_the_end(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(make, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(make, "range_bytes", lambda _: 1200)
     listener = Listener()
     prepared(rows, out=tmp_path / "out", tokenizer="train:300", progress=listener)
     assert [task.split()[0] for task in listener.tasks] == [
         "Counting",
         "Training",
         "Tokenising",
-        "Writing",
     ]
     assert listener.done["Counting documents"] == 300
     assert listener.done["Tokenising"] == pytest.approx(rows.stat().st_size / 1e6)

@@ -15,10 +15,10 @@ from flatout.errors import DataError
 
 def test_a_tokenizer_without_read_permission_is_a_separate_problem(tmp_path, monkeypatch):
     tokenizer = make_tokenizer("byte", lambda _: iter([]))
-    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
-        for split in (writer.train, writer.val):
-            split.append(np.array([1, 2, 256]), [3], text_bytes=2)
-        manifest = writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
+    with DatasetWriter(tmp_path / "set", tokenizer) as writer:
+        for split in ("train", "val"):
+            writer.append(split, np.array([1, 2, 256]), [3], text_bytes=2)
+        manifest = writer.finish(source={}, split_rule="named")
     assert list(file_problems(tmp_path / "set", manifest)) == []
     opened = Path.open
 

@@ -26,13 +26,13 @@ def read(split, seq_len, indices=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard_bytes", [1 << 20, 200, 30, 10])
+@pytest.mark.parametrize("shard_tokens", [1 << 19, 100, 15, 5])
 @pytest.mark.parametrize("seq_len", [1, 7, 10, 64])
 def test_sequences_contain_the_right_tokens_across_shard_boundaries(
-    train_split, shard_bytes, seq_len
+    train_split, shard_tokens, seq_len
 ):
     tokens = RNG.integers(0, 300, 301)
-    split = train_split(tokens, shard_bytes=shard_bytes)
+    split = train_split(tokens, shard_tokens=shard_tokens)
     indices = RNG.permutation(split.num_sequences(seq_len))
     wanted = np.stack([tokens[i * seq_len : i * seq_len + seq_len + 1] for i in indices])
     assert np.array_equal(read(split, seq_len, indices), wanted)
@@ -52,7 +52,7 @@ def test_only_whole_sequences_count(train_split, num_tokens, seq_len, wanted):
 
 
 def test_counts_and_ranges(train_split):
-    split = train_split(np.arange(100), ends=[10, 40, 100], shard_bytes=64)
+    split = train_split(np.arange(100), ends=[10, 40, 100], shard_tokens=32)
     assert (split.num_tokens, split.num_documents, split.text_bytes, split.has_mask) == (
         100,
         3,
@@ -62,8 +62,35 @@ def test_counts_and_ranges(train_split):
     assert split.document_ends.tolist() == [10, 40, 100]
     assert split.read_tokens(30, 70).tolist() == list(range(30, 70))
     assert split.read_tokens(100, 100).tolist() == []
-    place = {"shard": "train-00000.bin", "token": 20, "documents": [1, 2]}
+    place = {"shard": "00000.bin", "token": 20, "documents": [1, 2]}
     assert split.locate(1, 20) == {"sequence": 1, "dataset": str(split.folder), **place}
+
+
+def test_val_follows_train_in_a_shard(write_set):
+    tokens = RNG.integers(0, 300, 170)
+    mask = RNG.integers(0, 2, 100)
+    folder = write_set(tokens[:100], tokens[100:], ends=[10, 40, 100], mask=mask, shard_tokens=64)
+    stored = np.concatenate([np.fromfile(folder / f"0000{n}.bin", "<u2") for n in range(3)])
+    assert np.array_equal(stored, tokens)
+    dataset = Dataset.open(folder)
+    train, val = dataset.split("train"), dataset.split("val")
+    assert np.array_equal(train.read_tokens(0, 100), tokens[:100])
+    assert np.array_equal(val.read_tokens(0, 70), tokens[100:])
+    assert np.array_equal(train.read_mask_range(0, 100), mask)
+    assert val.read_mask_range(0, 70).all()
+    assert (train.document_ends.tolist(), val.document_ends.tolist()) == ([10, 40, 100], [70])
+    assert val.locate(5, 10)["shard"] == "00002.bin"
+    assert val.locate(5, 10)["token"] == 150 - 128
+
+
+def test_a_damaged_block_stops_only_the_split_that_reads_it(write_set):
+    per_block = BLOCK_BYTES // 2
+    folder = write_set(np.zeros(per_block + 5, int), np.zeros(per_block, int))
+    flip(folder / "00000.bin", 2 * BLOCK_BYTES + 1)
+    dataset = Dataset.open(folder)
+    assert not dataset.split("train").read_tokens(0, per_block + 5).any()
+    with pytest.raises(DataError, match=f"byte {2 * BLOCK_BYTES}: .*checksum"):
+        dataset.split("val").read_tokens(per_block - 5, per_block)
 
 
 def test_a_missing_split_is_empty(write_set):
@@ -84,10 +111,10 @@ def test_reading_beyond_the_end_is_rejected(train_split):
         read(split, 10, [-1])
 
 
-@pytest.mark.parametrize("shard_bytes", [1 << 20, 32])
-def test_the_mask_is_that_of_the_targets(train_split, shard_bytes):
+@pytest.mark.parametrize("shard_tokens", [1 << 19, 16])
+def test_the_mask_is_that_of_the_targets(train_split, shard_tokens):
     mask = RNG.integers(0, 2, 101).astype(np.uint8)
-    split = train_split(np.arange(101), mask=mask, shard_bytes=shard_bytes)
+    split = train_split(np.arange(101), mask=mask, shard_tokens=shard_tokens)
     assert split.has_mask
     out = np.empty((4, 25), np.bool_)
     split.read_mask(np.array([3, 0, 2, 1]), 25, out)
@@ -109,9 +136,9 @@ def test_document_ids_count_from_zero_in_each_sequence(train_split):
         assert np.array_equal(out, np.stack(wanted))
 
 
-@pytest.mark.parametrize("name", ["train-00001.bin", "train-documents.bin", "train-00002.mask.bin"])
+@pytest.mark.parametrize("name", ["00001.bin", "00003.ends.bin", "00002.mask.bin"])
 def test_sizes_are_checked_when_a_directory_is_opened(write_set, name):
-    folder = write_set(np.arange(100), mask=np.ones(100), shard_bytes=64)
+    folder = write_set(np.arange(100), mask=np.ones(100), shard_tokens=32)
     whole = (folder / name).read_bytes()
     for torn in (whole[:-1], whole + b"x"):
         (folder / name).write_bytes(torn)
@@ -129,19 +156,21 @@ def test_counts_that_do_not_match_the_files_are_rejected(write_set):
     path = write_set(np.arange(100)) / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 100', '"tokens": 101'))
     seal(path)
-    with pytest.raises(DataError, match="contain 200 bytes of tokens, not 202"):
+    with pytest.raises(
+        DataError, match=r"101 tokens and 1 documents do not fit into 00000\.bin, of 200 bytes"
+    ):
         Dataset.open(path.parent)
 
 
 def test_a_damaged_block_is_named_when_first_read(write_set):
     per_block = BLOCK_BYTES // 2
     tokens = RNG.integers(0, 300, 3 * per_block + 11)
-    folder = write_set(tokens, shard_bytes=2 * BLOCK_BYTES)
-    flip(folder / "train-00001.bin", BLOCK_BYTES + 7)  # block 3 of the split, block 1 of its shard
+    folder = write_set(tokens, shard_tokens=BLOCK_BYTES)
+    flip(folder / "00001.bin", BLOCK_BYTES + 7)  # block 3 of the split, block 1 of its shard
     split = Dataset.open(folder).split("train")
     assert np.array_equal(split.read_tokens(0, 3 * per_block), tokens[: 3 * per_block])
     with pytest.raises(
-        DataError, match=rf"train-00001\.bin, byte {BLOCK_BYTES}: .*checksum.*flatout prepare"
+        DataError, match=rf"00001\.bin, byte {BLOCK_BYTES}: .*checksum.*flatout prepare"
     ):
         split.read_tokens(3 * per_block - 1, 3 * per_block + 1)
     with pytest.raises(
@@ -152,19 +181,19 @@ def test_a_damaged_block_is_named_when_first_read(write_set):
 
 def test_a_read_across_blocks_checks_those_in_the_middle(write_set):
     folder = write_set(np.zeros(2 * BLOCK_BYTES, int))
-    flip(folder / "train-00000.bin", BLOCK_BYTES + 5)
+    flip(folder / "00000.bin", BLOCK_BYTES + 5)
     with pytest.raises(DataError, match=f"byte {BLOCK_BYTES}:"):
         Dataset.open(folder).split("train").read_tokens(0, 2 * BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
     ("name", "read"),
-    [("documents", lambda s: s.document_ends), ("00000.mask", lambda s: s.read_mask_range(0, 2))],
+    [("ends", lambda s: s.document_ends), ("mask", lambda s: s.read_mask_range(0, 2))],
 )
 def test_document_ends_and_masks_are_checked_too(write_set, name, read):
     folder = write_set(np.arange(100), mask=np.ones(100))
-    flip(folder / f"train-{name}.bin", 0)
-    with pytest.raises(DataError, match=f"train-{name}.bin, byte 0"):
+    flip(folder / f"00000.{name}.bin", 0)
+    with pytest.raises(DataError, match=f"00000.{name}.bin, byte 0"):
         read(Dataset.open(folder).split("train"))
 
 
@@ -184,12 +213,12 @@ def test_each_block_is_checked_once(write_set, monkeypatch):
 
 
 def test_the_first_of_several_damaged_blocks_is_named(write_set):
-    folder = write_set(np.zeros(2 * BLOCK_BYTES, int), shard_bytes=BLOCK_BYTES)
+    folder = write_set(np.zeros(2 * BLOCK_BYTES, int), shard_tokens=BLOCK_BYTES // 2)
     for number in (3, 1):
-        flip(folder / f"train-0000{number}.bin", 5)
+        flip(folder / f"0000{number}.bin", 5)
     split = Dataset.open(folder).split("train")
     for _ in range(2):
-        with pytest.raises(DataError, match=r"train-00001\.bin, byte 0"):
+        with pytest.raises(DataError, match=r"00001\.bin, byte 0"):
             read(split, 1000)
 
 
@@ -201,9 +230,9 @@ def test_a_shard_resized_while_open_is_named(write_set, length, touched, monkeyp
     split = Dataset.open(folder).split("train")
     if touched:
         read(split, 1000)
-    os.truncate(folder / "train-00000.bin", length)
+    os.truncate(folder / "00000.bin", length)
     with pytest.raises(
-        DataError, match=rf"train-00000\.bin now has {length} bytes. It had {2 * BLOCK_BYTES} when"
+        DataError, match=rf"00000\.bin now has {length} bytes. It had {2 * BLOCK_BYTES} when"
     ):
         read(split, 1000)
 
@@ -211,14 +240,14 @@ def test_a_shard_resized_while_open_is_named(write_set, length, touched, monkeyp
 def test_a_shard_deleted_while_open_is_still_read(train_split):
     split = train_split(np.arange(100))
     before = read(split, 10)
-    (split.folder / "train-00000.bin").unlink()
+    (split.folder / "00000.bin").unlink()
     assert np.array_equal(read(split, 10), before)
 
 
 def test_a_shard_deleted_before_it_is_opened_is_named(train_split):
     split = train_split(np.arange(100))
-    (split.folder / "train-00000.bin").unlink()
-    with pytest.raises(DataError, match=r"No such file.*train-00000\.bin"):
+    (split.folder / "00000.bin").unlink()
+    with pytest.raises(DataError, match=r"No such file.*00000\.bin"):
         read(split, 10)
 
 
@@ -227,14 +256,14 @@ def test_a_block_that_cannot_be_read_is_named(train_split, monkeypatch):
     shards_open = type(split.folder).open
 
     def failing(path, mode="r", **options):
-        if path.name == "train-00000.bin" and split._tokens.__dict__.get("_maps"):
+        if path.name == "00000.bin" and split._tokens.__dict__.get("_maps"):
             raise OSError(5, "Input/output error")
         return shards_open(path, mode, **options)
 
     monkeypatch.setattr(type(split.folder), "open", failing)
     with pytest.raises(
         DataError,
-        match=r"train-00000\.bin, byte 0: the 200-byte block at this offset cannot be read: "
+        match=r"00000\.bin, byte 0: the 200-byte block at this offset cannot be read: "
         "Input/output error",
     ):
         read(split, 10)
@@ -247,6 +276,6 @@ def test_a_token_beyond_the_vocabulary_is_named(write_set):
     seal(path)
     with pytest.raises(
         DataError,
-        match=r"train-00000\.bin, byte 4: the token id 299 is outside the vocabulary of 299 ids",
+        match=r"00000\.bin, byte 4: the token id 299 is outside the vocabulary of 299 ids",
     ):
         read(Dataset.open(folder).split("train"), 2)

@@ -1,14 +1,14 @@
-"""The files of a range: `NNNNNN.{train,val}.{bin,ends,mask}`, and its record, `NNNNNN.json`.
+"""A packed range: a shard of the dataset, in its final format, and its record, `NNNNNN.json`.
 
-They contain the tokens, the position after each document's last token (from the range's start) and
-the loss mask. The record is written last, so a range with a record is complete. It counts rows that
-are omitted by reason, with the locations of the first.
+The record is written last, so a range with a record is complete. It counts rows that are omitted by
+reason, with the locations of the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import TypeVar
 
 import numpy as np
@@ -18,15 +18,16 @@ from flatout.data.prepare.request.options import OnBadRow
 from flatout.data.sources import FIRST_NAMED, BadRow
 from flatout.data.store.manifest import (
     SPLITS,
-    FileEntry,
+    ShardEntry,
     SkippedRows,
+    SplitCounts,
     SplitName,
     StoredLocation,
     storable,
     token_dtype,
 )
 from flatout.errors import DataError, TooLittleText
-from flatout.storage.files import Array, CheckedFile, Stored, sync, write_whole, writing
+from flatout.storage.files import Array, CheckedFile, Stored, writing
 
 MOST_REASONS = 30
 """Reasons after which similar ones are counted together: a template's sentence may quote its row.
@@ -63,26 +64,11 @@ def no_documents(names: str, skipped: Iterable[SkippedRows] = ()) -> TooLittleTe
 Document = TypeVar("Document", bound=Stored)
 
 RECORD = ".json"
-
-
-class RangeSplit(Stored):
-    """The contents of one split in a range."""
-
-    tokens: int = Field(0, ge=0)
-    documents: int = Field(0, ge=0)
-    text_bytes: int = Field(0, ge=0)
-    """UTF-8 bytes of the documents' text."""
-    files: dict[str, FileEntry] = Field(default_factory=dict)
-    """Its files by kind: bin, ends, and mask when requested. Empty without tokens."""
-
-    def ends(self, folder: Path) -> Array:
-        """Return the end of each document, in tokens from the range's start.
-
-        Shapes:  returns (documents,).
-        """
-        if "ends" not in self.files:
-            return np.empty(0, "<i8")
-        return np.fromfile(folder / self.files["ends"].name, "<i8")
+RANGES, DATASET = "ranges", "dataset"
+"""Directories of a work directory: records of ranges, and their shards."""
+HELD_BYTES = 8 << 20
+"""Bytes of val in memory per file of a shard."""
+COPIED_BYTES = 1 << 20
 
 
 class RangeRecord(Stored):
@@ -94,8 +80,8 @@ class RangeRecord(Stored):
     """Its index among the ranges."""
     num_bytes: int = Field(ge=0)
     """Approximate bytes that were read."""
-    splits: dict[SplitName, RangeSplit] = Field(default_factory=dict)
-    """train and val."""
+    shard: ShardEntry | None = None
+    """Its files. None without tokens."""
     skipped: list[SkippedRows] = Field(default_factory=list)
     """Rows omitted."""
     bad_rows: int = Field(0, ge=0)
@@ -119,17 +105,22 @@ class RangeRecord(Stored):
     @property
     def documents(self) -> int:
         """Documents of both splits. A cut one counts once."""
-        return sum(split.documents for split in self.splits.values()) - self.cut_documents
+        return self.counts().documents - self.cut_documents
+
+    def counts(self, *names: SplitName) -> SplitCounts:
+        """Return the contents of the named splits, of both by default."""
+        splits = {} if self.shard is None else self.shard.splits
+        return sum((splits[name] for name in splits if not names or name in names), SplitCounts())
 
     @property
     def tokens(self) -> int:
         """Tokens of both splits."""
-        return sum(split.tokens for split in self.splits.values())
+        return self.counts().tokens
 
     @property
     def text_bytes(self) -> int:
         """UTF-8 bytes of the text of both splits."""
-        return sum(split.text_bytes for split in self.splits.values())
+        return self.counts().text_bytes
 
 
 def record_path(folder: Path, number: int) -> Path:
@@ -162,19 +153,26 @@ def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Documen
         ) from error
 
 
-class SplitWriter:
-    """Writes the files of one split of a range. A file is created when it has content."""
+class ShardWriter:
+    """Writes a shard: the tokens of train as they come, those of val after them at the end.
 
-    def __init__(self, folder: Path, stem: str, vocab_size: int) -> None:
+    Until then, val is in memory, and from HELD_BYTES on in a file without a name.
+    """
+
+    def __init__(self, folder: Path, number: int, vocab_size: int) -> None:
         self._folder = folder
-        self._stem = stem
+        self._number = number
         self._vocab_size = vocab_size
-        self._dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+        dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+        self._dtypes = {"": dtype, ".ends": np.dtype("<i8"), ".mask": np.dtype(np.uint8)}
         self._files: dict[str, CheckedFile] = {}
-        self._tokens = self._documents = self._text_bytes = self._last_end = 0
+        self._held: dict[str, SpooledTemporaryFile[bytes]] = {}
+        self.counts = dict.fromkeys(SPLITS, SplitCounts())
+        """What was written of each split."""
 
     def append(
         self,
+        split: SplitName,
         tokens: Array,
         ends: Array | Sequence[int],
         *,
@@ -184,7 +182,7 @@ class SplitWriter:
         """Append tokens. `ends` are the positions in `tokens` after each document's last token.
 
         A document may continue in the next call. `mask` is 0 where a token is not a target. Either
-        every call for a split has a mask, or none does.
+        every call has a mask, or none does.
 
         Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,).
         Raises: DataError for an id outside the vocabulary.
@@ -195,68 +193,60 @@ class SplitWriter:
                 f"states a vocabulary of {self._vocab_size}.",
                 fix="Correct the tokenizer's vocab_size.",
             )
-        ends = np.asarray(ends, np.int64) + self._tokens
+        before = self.counts[split]
+        items = {"": tokens, ".ends": np.asarray(ends, np.int64) + before.tokens}
+        if mask is not None:
+            items[".mask"] = mask != 0
         with writing(self._folder.parent):
-            self._write("bin", tokens.astype(self._dtype))
-            self._write("ends", ends.astype("<i8"))
-            if mask is not None:
-                self._write("mask", (mask != 0).astype(np.uint8))
-        self._tokens += len(tokens)
-        self._documents += len(ends)
-        self._text_bytes += text_bytes
-        self._last_end = int(ends[-1]) if len(ends) else self._last_end
+            for kind, values in items.items():
+                stored = values.astype(self._dtypes[kind], copy=False)
+                if split == "train":
+                    self._file(kind).write(stored)
+                else:
+                    self._spool(kind).write(np.ascontiguousarray(stored).data)
+        self.counts[split] = before + SplitCounts(
+            tokens=len(tokens), documents=len(ends), text_bytes=text_bytes
+        )
 
-    def _write(self, kind: str, items: Array) -> None:
-        if len(items):
-            if kind not in self._files:
-                self._files[kind] = CheckedFile(self._folder / f"{self._stem}.{kind}")
-            self._files[kind].write(items)
+    @property
+    def is_masked(self) -> bool:
+        """Whether tokens had a mask."""
+        return ".mask" in self._files or ".mask" in self._held
 
-    def finish(self) -> RangeSplit:
-        """Sync and rename the files. Tokens after the last end form one more document."""
-        if self._last_end < self._tokens:
-            self._write("ends", np.array([self._tokens], "<i8"))
-            self._last_end = self._tokens
-            self._documents += 1
-        files = {kind: file.close() for kind, file in self._files.items()}
-        return RangeSplit(
-            tokens=self._tokens, documents=self._documents, text_bytes=self._text_bytes, files=files
+    def _file(self, kind: str) -> CheckedFile:
+        if kind not in self._files:
+            path = self._folder / f"{self._number:05d}{kind}.bin"
+            self._files[kind] = CheckedFile(path)
+        return self._files[kind]
+
+    def _spool(self, kind: str) -> SpooledTemporaryFile[bytes]:
+        if kind not in self._held:
+            self._held[kind] = SpooledTemporaryFile(  # noqa: SIM115 -- closed by finish and abandon
+                HELD_BYTES, dir=str(self._folder)
+            )
+        return self._held[kind]
+
+    def finish(self) -> ShardEntry | None:
+        """Sync and rename the files, and return their entry. None without tokens."""
+        for kind, held in self._held.items():
+            file = self._file(kind)
+            held.seek(0)
+            while block := held.read(COPIED_BYTES):
+                file.write(np.frombuffer(block, np.uint8))
+            held.close()
+        entries = {kind: file.close() for kind, file in self._files.items()}
+        if not entries:
+            return None
+        return ShardEntry(
+            tokens=entries[""],
+            ends=entries[".ends"],
+            mask=entries.get(".mask"),
+            splits=dict(self.counts),
         )
 
     def abandon(self) -> None:
         """Remove the files."""
+        for held in self._held.values():
+            held.close()
         for file in self._files.values():
             file.abandon()
-
-
-class RangeWriter:
-    """Writes a range's files. `finish` records them."""
-
-    def __init__(self, folder: Path, number: int, *, vocab_size: int, num_bytes: int = 0) -> None:
-        self._folder = folder
-        self.record = RangeRecord(number=number, num_bytes=num_bytes)
-        """Counts the rows omitted, and receives the splits at the end."""
-        self.splits = {
-            name: SplitWriter(folder, f"{number:06d}.{name}", vocab_size) for name in SPLITS
-        }
-
-    def finish(self) -> RangeRecord:
-        """Sync and rename the files, then write the record, and return it."""
-        record = self.record
-        try:
-            with writing(self._folder.parent):
-                record.splits = {name: split.finish() for name, split in self.splits.items()}
-                # After a power cut there must be no record without its files. Files without a
-                # record only cost packing the range again.
-                sync(self._folder)
-                path = record_path(self._folder, record.number)
-                write_whole(path, record.model_dump_json() + "\n")
-        except BaseException:
-            self.abandon()
-            raise
-        return record
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        for split in self.splits.values():
-            split.abandon()

@@ -11,18 +11,20 @@ import numpy as np
 
 from flatout.data.conversation.rendering import Example
 from flatout.data.prepare.pack.range_files import (
+    DATASET,
+    RANGES,
     RangeRecord,
-    RangeWriter,
-    SplitWriter,
+    ShardWriter,
     count_skipped,
+    record_path,
 )
 from flatout.data.prepare.pack.work_items import WorkItem, num_bytes_of
 from flatout.data.prepare.request.options import Options
 from flatout.data.sources import BadRow, Document, LeftOut
 from flatout.data.sources.long import Text, chunks_of
-from flatout.data.store.manifest import SplitName
+from flatout.data.store.manifest import SPLITS, SplitName
 from flatout.data.tokenizers.tokenizer import PIECE_CHARACTERS, NotEncodable, Tokenizer
-from flatout.storage.files import Array
+from flatout.storage.files import Array, sync, write_whole, writing
 
 HELD_TOKENS = 1 << 16
 """Maximum tokens of a split held in memory before they are written."""
@@ -54,21 +56,21 @@ class Packing:
     tokenizer: Tokenizer
     options: Options
     folder: Path
-    """Directory to which ranges are written."""
+    """The work directory, for shards and the records of ranges."""
 
 
 def pack(
     item: WorkItem,
     packing: Packing,
-    sinks: Mapping[SplitName, SplitWriter],
+    writer: ShardWriter,
     record: RangeRecord,
     report: Report = lambda _: None,
 ) -> None:
-    """Tokenise an item into the sinks of both splits, and record the rows omitted.
+    """Tokenise an item into a shard, and record the rows omitted.
 
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """
-    packers = {name: _Packer(packing, sink) for name, sink in sinks.items()}
+    packers = {name: _Packer(packing, writer, name) for name in SPLITS}
     on_bad_row = packing.options.on_bad_row
     index = item.first - 1
     documents = tokens = 0
@@ -112,16 +114,29 @@ def pack_range(
     Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
             full disk.
     """
-    vocab_size = packing.tokenizer.vocab_size
-    writer = RangeWriter(
-        packing.folder, item.number, vocab_size=vocab_size, num_bytes=item.num_bytes
-    )
+    writer = ShardWriter(packing.folder / DATASET, item.number, packing.tokenizer.vocab_size)
+    record = RangeRecord(number=item.number, num_bytes=item.num_bytes)
     try:
-        pack(item, packing, writer.splits, writer.record, report)
+        pack(item, packing, writer, record, report)
     except BaseException:
         writer.abandon()
         raise
-    return writer.finish
+
+    def finish() -> RangeRecord:
+        try:
+            with writing(packing.folder):
+                record.shard = writer.finish()
+                # After a power cut there must be no record without its files. Files without a
+                # record only cost packing the range again.
+                sync(packing.folder / DATASET)
+                path = record_path(packing.folder / RANGES, record.number)
+                write_whole(path, record.model_dump_json() + "\n")
+        except BaseException:
+            writer.abandon()
+            raise
+        return record
+
+    return finish
 
 
 def _pack_document(
@@ -175,8 +190,9 @@ def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:
 class _Packer:
     """Collects the documents of one split, and flushes them before they take much memory."""
 
-    def __init__(self, packing: Packing, sink: SplitWriter) -> None:
-        self._sink = sink
+    def __init__(self, packing: Packing, writer: ShardWriter, split: SplitName) -> None:
+        self._writer = writer
+        self._split = split
         self._end_of_text = np.array([packing.tokenizer.eot_id], np.uint32)
         self._eot_id = packing.tokenizer.eot_id
         options = packing.options
@@ -226,7 +242,8 @@ class _Packer:
         """Pass everything collected to the sink."""
         if self._held:
             self._flushed_tokens += self._held_tokens
-            self._sink.append(
+            self._writer.append(
+                self._split,
                 np.concatenate(self._held),
                 np.array(self._ends, np.int64),
                 text_bytes=self._text_bytes,

@@ -100,7 +100,7 @@ class WorkPlan(Stored):
     Items of separate validation text come first.
     """
 
-    format_version: Literal[2] = 2
+    format_version: Literal[3] = 3
     """Version of this file's format."""
     source: JsonObject = Field(default_factory=dict)
     """Description of the text, with every option that shapes the dataset."""

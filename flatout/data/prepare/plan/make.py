@@ -45,14 +45,14 @@ from flatout.display import amount
 from flatout.errors import DataError, OutputInUse, TooLittleText
 from flatout.progress import SILENT, Progress
 
-SHARD_BYTES = 128 * 1024 * 1024
-"""Size of a shard. Joining needs this much space besides the tokens."""
 TEXT_BYTES_PER_TOKEN = 3.0
 """Cautious estimate for subword tokenizers: most text has more bytes per token."""
-RANGE_BYTES = 8 << 20
-"""Approximate bytes to read per work item: small, so that an interruption loses little and many
-cores share the work evenly.
-"""
+RANGES = 64
+"""Ranges of a corpus between 64 MiB and 4 GiB: enough for many cores to share the work evenly."""
+MIN_RANGE_BYTES, MAX_RANGE_BYTES = 1 << 20, 64 << 20
+"""Text of a range outside of these sizes: an interruption loses little."""
+MAX_RANGES = 1024
+"""Ranges of a larger corpus, at most twice as many as half of it: each has an open file."""
 MANY_DOCUMENTS = 1000
 """With this many documents or more, one in a hundred is validation by default."""
 FEW_DOCUMENTS = 100
@@ -81,7 +81,7 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
         own = own.model_copy(update=made_for)
         plan = work.begin(own, tokenizer)
         if plan.model_dump() == own.model_dump():
-            return own, Packing(tokenizer, request.options, work.ranges)
+            return own, Packing(tokenizer, request.options, work.path)
     check_same(work, plan, request)
     plan = plan.restore(request.corpus.all_read_tasks)
     tokenizer = _tokenizer(str(work.tokenizer), plan, request)
@@ -90,7 +90,7 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
             f"{work.tokenizer} is not the tokenizer that this work started with.",
             fix=f"Remove the directory {work.path} to start over.",
         )
-    return plan, Packing(tokenizer, request.options, work.ranges)
+    return plan, Packing(tokenizer, request.options, work.path)
 
 
 def check_same(work: WorkDir, stored: WorkPlan, request: Request) -> None:
@@ -138,7 +138,7 @@ def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> N
     directory = next(parent for parent in out.resolve().parents if parent.is_dir())
     tokens = sum(task_bytes) / (1.0 if tokenizer.engine == "table" else TEXT_BYTES_PER_TOKEN)
     size = tokens * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
-    needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(directory).free
+    needed, free = int(size), shutil.disk_usage(directory).free
     if all(task_bytes) and needed > free:
         raise DataError(
             f"Preparing the dataset needs about {amount(needed, 'bytes')} of disk space, and "
@@ -240,8 +240,9 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
     if found.take is not None:
         tasks = tasks[: len(found.taken)]
     held_out = corpus.validation.read_tasks if corpus.validation else ()
-    items = _items(held_out, Whole("val"), repeat(0), 0)
-    items += _items(tasks, assignment, chain(found.taken, repeat(0)), len(items))
+    limit = range_bytes(task.num_bytes for task in (*held_out, *tasks))
+    items = _items(held_out, Whole("val"), repeat(0), 0, limit)
+    items += _items(tasks, assignment, chain(found.taken, repeat(0)), len(items), limit)
     return WorkPlan(
         rule=f"{kind} {fraction:g}" if corpus.validation is None else NAMED,
         mtime_digest=corpus.mtime_digest,
@@ -252,10 +253,23 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
     ).restore(corpus.all_read_tasks)
 
 
+def range_bytes(task_bytes: Iterable[int]) -> int:
+    """Return the text of a range: a function of the corpus, never of the workers."""
+    total = sum(task_bytes)
+    size = min(max(total // RANGES, MIN_RANGE_BYTES), MAX_RANGE_BYTES)
+    while total > MAX_RANGES * size:
+        size *= 2
+    return size
+
+
 def _items(
-    tasks: Sequence[ReadTask], assignment: Assignment, documents: Iterable[int], number: int
+    tasks: Sequence[ReadTask],
+    assignment: Assignment,
+    documents: Iterable[int],
+    number: int,
+    limit: int,
 ) -> list[WorkItem]:
-    """Return items of about `RANGE_BYTES`, numbered from `number`. `documents` are of each task.
+    """Return items of about `limit` bytes, numbered from `number`. `documents` are of each task.
 
     A task of unknown size is an item by itself.
     """
@@ -263,11 +277,11 @@ def _items(
     firsts: list[int] = []
     first = room = 0
     for task, count in zip(tasks, documents, strict=False):
-        size = task.num_bytes or RANGE_BYTES
+        size = task.num_bytes or limit
         if size > room:
             counts.append(0)
             firsts.append(first)
-            room = RANGE_BYTES
+            room = limit
         counts[-1] += 1
         room -= size
         first += count

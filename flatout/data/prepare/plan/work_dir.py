@@ -1,8 +1,8 @@
 """The work directory of a prepare, `.OUT.part/` beside OUT, from which a killed prepare resumes.
 
-It contains `plan.json`, `tokenizer.json`, `ranges/`, and, while shards are written, `joined/`,
-which becomes OUT. It is owned by one process, or by several that each do a part of the work. It is
-removed when OUT is complete, or when there is nothing to resume from.
+It contains `plan.json`, `tokenizer.json`, the records of finished ranges in `ranges/`, and their
+shards in `dataset/`, which becomes OUT. It is owned by one process, or by several that each do a
+part of the work. It is removed when OUT is complete, or when there is nothing to resume from.
 """
 
 from __future__ import annotations
@@ -11,18 +11,45 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from flatout.data.prepare.pack.range_files import RECORD, RangeRecord, read_records, read_stored
+from flatout.data.prepare.pack.range_files import (
+    DATASET,
+    RANGES,
+    RECORD,
+    RangeRecord,
+    read_records,
+    read_stored,
+    record_path,
+)
 from flatout.data.prepare.pack.work_items import WorkPlan
 from flatout.data.prepare.request.request import refuse_occupied
-from flatout.data.store.manifest import TOKENIZER
-from flatout.data.tokenizers import Tokenizer
+from flatout.data.store.manifest import (
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    ShardEntry,
+    SkippedRows,
+    TokenizerEntry,
+    token_dtype,
+)
+from flatout.data.tokenizers import Tokenizer, stored_files
 from flatout.errors import DataError
-from flatout.storage.files import PART, Unfinished, is_open_at, lock, sync, write_first, writing
+from flatout.storage.files import (
+    PART,
+    Unfinished,
+    entry_of,
+    is_open_at,
+    lock,
+    sync,
+    write_first,
+    write_whole,
+    writing,
+)
+from flatout.storage.json_io import JsonObject
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"
@@ -70,9 +97,9 @@ class WorkDir:
         self.target = out.resolve()
         """Where the dataset will be."""
         self.path = self.target.parent / f".{self.target.name}{PART}"
-        self.ranges = self.path / "ranges"
-        """Directory of the packed ranges."""
-        self.joined = self.path / "joined"
+        self.ranges = self.path / RANGES
+        """Directory of the records of packed ranges."""
+        self.dataset = self.path / DATASET
         """Directory that becomes the dataset."""
         self.tokenizer = self.path / TOKENIZER
         self.failed = self.path / "failed"
@@ -225,6 +252,7 @@ class WorkDir:
                 for path in self.path.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.ranges.mkdir(exist_ok=True)
+            self.dataset.mkdir(exist_ok=True)
 
     def begin(self, plan: WorkPlan, tokenizer: Tokenizer) -> WorkPlan:
         """Create the directory and write the plan, unless another process was first. Return it."""
@@ -250,11 +278,66 @@ class WorkDir:
         parts = sorted({number % count + 1 for number in missing})
         return ": part " + ", ".join(f"{part}/{count}" for part in parts)
 
-    def publish(self) -> None:
-        """Rename the joined directory to the dataset's, and remove the work directory."""
+    def require_files(self, records: Iterable[RangeRecord]) -> None:
+        """Check that the files of ranges have their sizes, and remove the records of others.
+
+        Ranges without a record are packed again.
+        Raises: Unfinished with the number of these ranges.
+        """
+        incomplete = 0
+        for record in records:
+            shard = record.shard
+            entries = [] if shard is None else [shard.tokens, shard.ends, shard.mask]
+            sizes = {self.dataset / entry.name: entry.size_bytes for entry in entries if entry}
+            if any(not path.is_file() or path.stat().st_size != sizes[path] for path in sizes):
+                record_path(self.ranges, record.number).unlink()
+                incomplete += 1
+        if incomplete:
+            raise Unfinished(
+                f"{incomplete} ranges in {self.path} have lost files.",
+                fix="Run the same command again: it packs them again, and keeps the rest.",
+            )
+
+    def publish(
+        self,
+        tokenizer: Tokenizer,
+        shards: Iterable[ShardEntry | None],
+        *,
+        source: JsonObject,
+        split_rule: str,
+        skipped: Iterable[SkippedRows] = (),
+        cut_documents: int = 0,
+    ) -> Manifest:
+        """Write the tokenizer and the manifest, rename the directory of shards to OUT, and remove
+        this one. Return the manifest.
+        """
         with writing(self.out):
-            sync(self.joined)
+            tokenizer.save(self.dataset / TOKENIZER)
+            files = stored_files(self.dataset / TOKENIZER)
+            for path in files:
+                sync(path)
+            manifest = Manifest(
+                dtype=token_dtype(tokenizer.vocab_size),
+                vocab_size=tokenizer.vocab_size,
+                tokenizer=TokenizerEntry(
+                    name=tokenizer.name,
+                    digest=tokenizer.digest(),
+                    files=tuple(map(entry_of, files)),
+                ),
+                shards=tuple(shard for shard in shards if shard is not None),
+                source=dict(source),
+                split_rule=split_rule,
+                skipped=tuple(skipped),
+                cut_documents=cut_documents,
+            ).sealed()
+            listed = {entry.name for entry in manifest.files}
+            for path in self.dataset.iterdir():  # of ranges that were packed anew without tokens
+                if path.name not in listed:
+                    path.unlink()
+            write_whole(self.dataset / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+            sync(self.dataset)
             refuse_occupied(self.out)
-            self.joined.replace(self.target)
+            self.dataset.replace(self.target)
             sync(self.target.parent)
         self.clear()
+        return manifest

@@ -14,7 +14,6 @@ def test_row_locations_survive_json_for_any_file_name(tmp_path):
     record = RangeRecord(
         number=0,
         num_bytes=9,
-        splits={},
         skipped=(SkippedRows(reason="bad", count=3, first=places),),
         bad_rows=1,
         first_bad=(places[0], "is bad"),
@@ -26,14 +25,14 @@ def test_row_locations_survive_json_for_any_file_name(tmp_path):
 
 def test_secrets_in_urls_are_not_stored():
     secret = RowLocation("https://me:word@host/a.jsonl?key=1", 7)
-    record = RangeRecord(number=0, num_bytes=9, splits={}, first_bad=(secret, "is bad"))
+    record = RangeRecord(number=0, num_bytes=9, first_bad=(secret, "is bad"))
     assert record.model_dump()["first_bad"] == (("https://host/a.jsonl", 7), "is bad")
 
 
 def test_a_record_of_another_version_is_named(tmp_path):
     path = tmp_path / ".out.part" / "ranges" / "000000.json"
     path.parent.mkdir(parents=True)
-    path.write_text('{"number": 0, "num_bytes": 1, "splits": {}, "first_bad": "row 7 is bad"}')
+    path.write_text('{"number": 0, "num_bytes": 1, "first_bad": "row 7 is bad"}')
     with pytest.raises(
         DataError,
         match=r"000000\.json is damaged or was not written by this version of flatout.*Remove "

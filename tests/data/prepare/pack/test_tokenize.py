@@ -30,18 +30,19 @@ def task(*rows):
     return ReadTask(read, (list(rows),), "x", num_bytes=9)
 
 
-class ListSink:
-    """A sink that appends to lists."""
+class ListWriter:
+    """A writer of shards that appends to lists by split."""
 
     def __init__(self):
-        self.tokens, self.ends, self.masks = [], [], []
-        self.text_bytes = self.calls = 0
+        self.tokens, self.ends, self.masks = ({name: [] for name in SPLITS} for _ in range(3))
+        self.text_bytes = dict.fromkeys(SPLITS, 0)
+        self.calls = 0
 
-    def append(self, tokens, ends, *, text_bytes, mask=None):
-        self.masks += [] if mask is None else mask.tolist()
-        self.ends += (len(self.tokens) + ends).tolist()
-        self.tokens += tokens.tolist()
-        self.text_bytes += text_bytes
+    def append(self, split, tokens, ends, *, text_bytes, mask=None):
+        self.masks[split] += [] if mask is None else mask.tolist()
+        self.ends[split] += (len(self.tokens[split]) + ends).tolist()
+        self.tokens[split] += tokens.tolist()
+        self.text_bytes[split] += text_bytes
         self.calls += 1
 
 
@@ -49,16 +50,14 @@ class Packed:
     """The tokens of some read tasks by split, and the rows omitted."""
 
     def __init__(self, tasks, tokenizer, assignment, report=lambda _: None, first=0, **options):
-        sinks = {name: ListSink() for name in SPLITS}
+        writer = ListWriter()
         self.record = RangeRecord(number=0, num_bytes=0)
         item = WorkItem(
             number=0, num_tasks=len(tasks), first=first, assignment=assignment, read_tasks=tasks
         )
         packing = Packing(tokenizer, Options(**options), Path())
-        stage.pack(item, packing, sinks, self.record, report)
-        for key in ("tokens", "ends", "masks", "text_bytes"):
-            setattr(self, key, {name: getattr(sink, key) for name, sink in sinks.items()})
-        self.calls = sum(sink.calls for sink in sinks.values())
+        stage.pack(item, packing, writer, self.record, report)
+        vars(self).update(vars(writer))
 
 
 def pack(task, tokenizer, assignment, on_bad_row="raise", **more):

@@ -114,7 +114,7 @@ def test_a_named_split_without_limits_is_planned_without_reading():
 
 
 def test_document_indices_count_documents_only(monkeypatch):
-    monkeypatch.setattr(stage, "RANGE_BYTES", 1)
+    monkeypatch.setattr(stage, "range_bytes", lambda _: 1)
     plan = make_plan(
         tasks_of(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip"
     )

@@ -1,8 +1,9 @@
 import fcntl
 
+import numpy as np
 import pytest
 
-from flatout.data.prepare.pack.range_files import RangeWriter
+from flatout.data.prepare.pack.range_files import RangeRecord, ShardWriter, record_path
 from flatout.data.prepare.pack.work_items import ByHash, ByPosition, Whole
 from flatout.data.prepare.plan.make import make_plan
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
@@ -10,6 +11,7 @@ from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import Options
 from flatout.data.sources import ReadTask
 from flatout.errors import DataError
+from flatout.storage.files import Unfinished
 
 
 def read(*texts):
@@ -23,6 +25,16 @@ def parts():
         ReadTask(read, ("f" * 20,), "two", num_bytes=20),
         ReadTask(read, ("g",), "three", num_bytes=1),
     ]
+
+
+def record_range(work, number=0, tokens=()):
+    """Write a range as a worker does."""
+    writer = ShardWriter(work.dataset, number, vocab_size=300)
+    if len(tokens):
+        writer.append("train", np.array(tokens), [len(tokens)], text_bytes=1)
+    record = RangeRecord(number=number, num_bytes=1, shard=writer.finish())
+    record_path(work.ranges, number).write_text(record.model_dump_json())
+    return record
 
 
 def planned(parts, *, split="tail 0.3", validation=(), **limits):
@@ -40,7 +52,7 @@ def test_a_plan_is_restored_as_written(tmp_path, parts, stub_tokenizer, limits):
     with WorkDir(tmp_path / "out") as work:
         assert work.plan() is None
         work.begin(plan, stub_tokenizer)
-        RangeWriter(work.ranges, 0, vocab_size=300).finish()
+        record_range(work)
     with WorkDir(tmp_path / "out") as work:
         found = work.plan()
         assert found.read_tasks == ()
@@ -62,7 +74,7 @@ def test_a_work_directory_without_records_is_removed(tmp_path, parts, stub_token
     plan = planned(parts)
     with WorkDir(tmp_path / "out") as work:
         work.begin(plan, stub_tokenizer)
-        (work.ranges / "000000.train.bin").write_bytes(b"whole, but not recorded")
+        (work.dataset / "00000.bin").write_bytes(b"whole, but not recorded")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -70,11 +82,26 @@ def test_unfinished_files_are_removed_and_records_stay(tmp_path, parts, stub_tok
     plan = planned(parts)
     with WorkDir(tmp_path / "out") as work:
         work.begin(plan, stub_tokenizer)
-        RangeWriter(work.ranges, 0, vocab_size=300).finish()
-        (work.ranges / "000001.train.bin.1234.part").write_bytes(b"torn")
+        record_range(work)
+        (work.dataset / "00001.bin.1234.part").write_bytes(b"torn")
     assert sorted(path.name for path in (tmp_path / ".out.part" / "ranges").iterdir()) == [
         "000000.json"
     ]
+    assert not list((tmp_path / ".out.part" / "dataset").iterdir())
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:3])]
+)
+def test_a_range_whose_files_are_lost_is_packed_again(tmp_path, parts, stub_tokenizer, spoil):
+    with WorkDir(tmp_path / "out") as work:
+        work.begin(planned(parts), stub_tokenizer)
+        records = [record_range(work, number, [1, 2, 3]) for number in range(3)]
+        work.require_files(records)
+        spoil(work.dataset / "00001.bin")
+        with pytest.raises(Unfinished, match=r"1 ranges .* have lost files.*packs them again"):
+            work.require_files(records)
+        assert sorted(work.done()) == [0, 2]
 
 
 def test_a_work_directory_that_its_owner_removes_is_made_again(tmp_path, monkeypatch):
@@ -106,7 +133,7 @@ def test_a_damaged_plan_is_named(tmp_path, parts, stub_tokenizer):
     plan = planned(parts)
     with WorkDir(tmp_path / "out") as work:
         work.begin(plan, stub_tokenizer)
-        RangeWriter(work.ranges, 0, vocab_size=300).finish()
+        record_range(work)
         (work.path / "plan.json").write_text("{")
         with pytest.raises(DataError, match=r"plan\.json is damaged or was not written") as caught:
             work.plan()

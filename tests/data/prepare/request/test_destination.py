@@ -59,7 +59,7 @@ def test_a_tokenizer_file_is_identified_by_its_content(book, tmp_path):
     first = prepared(book, out=tmp_path / "first", tokenizer="train:300")
     options = Options(tokenizer=str(first.path / "tokenizer.json"))
     second = prepare_dataset([str(book)], tmp_path / "second", options)
-    assert content(first.path)["train-00000.bin"] == content(second.path)["train-00000.bin"]
+    assert content(first.path)["00000.bin"] == content(second.path)["00000.bin"]
     assert content(first.path)["tokenizer.json"] == content(second.path)["tokenizer.json"]
     assert prepared(book, out=tmp_path / "second", tokenizer=str(first.path)).existed
     other = prepared("generated:words:documents=20", out=tmp_path / "other", tokenizer="train:300")
@@ -83,7 +83,7 @@ def test_an_occupied_directory_is_rejected_before_any_work(book, tmp_path):
 
 def test_a_damaged_dataset_is_named(book, tmp_path):
     made = prepared(book, out=tmp_path / "out")
-    with (made.path / "train-00000.bin").open("ab") as file:
+    with (made.path / "00000.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match=r"train-00000\.bin"):
+    with pytest.raises(DataError, match=r"00000\.bin"):
         prepared(book, out=tmp_path / "out")

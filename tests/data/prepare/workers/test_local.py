@@ -62,8 +62,14 @@ def source(tmp_path, monkeypatch):
 
 @pytest.fixture
 def packing(tmp_path):
-    (tmp_path / "ranges").mkdir()
-    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path / "ranges")
+    for name in ("ranges", "dataset"):
+        (tmp_path / name).mkdir()
+    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path)
+
+
+def files_of(packing):
+    """Return the files of all ranges."""
+    return [path for path in packing.folder.glob("*/*") if path.suffix in (".bin", ".json")]
 
 
 def pack(work, packing, count, tell=lambda _: None):
@@ -74,8 +80,8 @@ def pack(work, packing, count, tell=lambda _: None):
 def content(work, packing, count):
     """Return the contents of all files, and remove them."""
     assert [record.number for record in pack(work, packing, count)] == list(range(len(work)))
-    held = {path.name: path.read_bytes() for path in packing.folder.iterdir()}
-    for path in packing.folder.iterdir():
+    held = {path.name: path.read_bytes() for path in files_of(packing)}
+    for path in files_of(packing):
         path.unlink()
     return held
 
@@ -96,7 +102,7 @@ def test_the_first_bad_row_in_range_order_is_raised(source, packing):
         with pytest.raises(DataError, match="late is bad") as caught:
             pack(work, packing, count)
         assert caught.value.fix == "Mend it."
-    assert list(packing.folder.iterdir()) == []
+    assert files_of(packing) == []
 
 
 def test_ranges_before_a_bad_row_are_recorded(source, packing):
@@ -108,7 +114,7 @@ def test_ranges_before_a_bad_row_are_recorded(source, packing):
             packing,
             2,
         )
-    assert read_records(packing.folder)[0].documents == 3
+    assert read_records(packing.folder / "ranges")[0].documents == 3
 
 
 def test_a_killed_worker_is_reported(source, packing):
@@ -123,7 +129,7 @@ def test_an_error_in_a_users_source_is_shown_with_its_traceback(source, packing)
     with pytest.raises(RunFailed, match="broken source") as caught:
         pack(work_items((source.breaks,), (source.breaks,)), packing, 2)
     assert "worker_source.py" in "".join(caught.value.__notes__)
-    assert list(packing.folder.iterdir()) == [], "no unfinished files"
+    assert files_of(packing) == [], "no unfinished files"
 
 
 def test_an_unwritable_disk_is_reported_alike_by_any_process(source, packing):

@@ -105,8 +105,9 @@ def ray(monkeypatch):
 
 @pytest.fixture
 def packing(tmp_path):
-    (tmp_path / "ranges").mkdir()
-    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path / "ranges")
+    for name in ("ranges", "dataset"):
+        (tmp_path / name).mkdir()
+    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path)
 
 
 def numbered(first):
@@ -138,6 +139,11 @@ def bad_the_first_time(tries):
     yield from bad("here") if first else numbered(0)
 
 
+def files_of(packing):
+    """Return the files of all ranges."""
+    return [path for path in packing.folder.glob("*/*") if path.suffix in (".bin", ".json")]
+
+
 def pack(work, packing, limit=None):
     with RayWorkers(limit) as crew:
         return list(crew.pack(work, packing))
@@ -147,10 +153,10 @@ def test_records_come_in_order_and_files_equal_those_of_local_workers(ray, packi
     ray.ends = lambda references: references[-1]
     work = work_items(*[(numbered, index) for index in range(20)])
     assert [record.number for record in pack(work, packing)] == list(range(20))
-    on_ray = {path.name: path.read_bytes() for path in packing.folder.iterdir()}
+    on_ray = {path.name: path.read_bytes() for path in files_of(packing)}
     with LocalWorkers(1) as crew:
         list(crew.pack(work, packing))
-    assert on_ray == {path.name: path.read_bytes() for path in packing.folder.iterdir()}
+    assert on_ray == {path.name: path.read_bytes() for path in files_of(packing)}
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 2 * ray_workers.QUEUED), (3, 3), (1, 1)])
@@ -172,7 +178,7 @@ def test_the_first_bad_row_in_range_order_is_raised_and_the_rest_cancelled(ray, 
     ray.ends = lambda references: references[-1]
     with pytest.raises(DataError, match="late is bad"):
         pack(work_items((numbered, 0), (bad, "late"), (bad, "early"), (numbered, 0)), packing)
-    assert sorted(path.name for path in packing.folder.glob("*.json")) == [
+    assert sorted(path.name for path in packing.folder.glob("ranges/*.json")) == [
         "000000.json",
         "000003.json",
     ]
@@ -180,7 +186,7 @@ def test_the_first_bad_row_in_range_order_is_raised_and_the_rest_cancelled(ray, 
     with RayWorkers() as crew:
         next(crew.pack(work_items((numbered, 0), (numbered, 1), (numbered, 2)), packing))
     assert len(ray.cancelled) == 2
-    assert not list(packing.folder.glob("*.part"))
+    assert not list(packing.folder.glob("*/*.part"))
 
 
 def test_an_error_of_one_node_alone_is_reported_as_its_own(ray, packing, tmp_path):
@@ -239,11 +245,11 @@ def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, packing, m
     monkeypatch.setattr(Path, "touch", lambda path: None)
     with pytest.raises(
         RunFailed,
-        match=r"On the node .*: It does not see the directory .*ranges.*--out on a disk that "
+        match=r"On the node .*: It does not see the directory .*--out on a disk that "
         r"every node sees",
     ):
         pack(work_items((numbered, 0)), packing)
-    assert not list(packing.folder.iterdir())
+    assert not files_of(packing)
 
 
 def refuse(*_, **__):
