@@ -205,7 +205,7 @@ def compare_runs(whole: Path, parts: Path) -> dict[str, Any]:
     return {
         "is_equal": not lines,
         "values": len(one),
-        "bytes": sum(file.bytes for each in manifests for file in each.files.values()),
+        "bytes": sum(file.size_bytes for each in manifests for file in each.files),
         "first_step": lines[0][0] if lines else None,
         "differences": [f"Step {step}, {text}." for step, text in lines[:MOST_SHOWN]]
         + [f"... and {more:,} more."] * (more > 0),
@@ -222,9 +222,9 @@ def facts_of(run: Path, saved: Sequence[int]) -> dict[tuple[int, str], Any]:
             found[int(record["step"]), f"{layout.METRICS}: {name}"] = record[name]
     for step in saved:
         checkpoint = catalog.checkpoint_path(run, step)
-        for name, file in catalog.read_manifest(checkpoint).files.items():
-            if name.endswith(".safetensors"):
-                found[step, name] = file.sha256
+        for file in catalog.read_manifest(checkpoint).files:
+            if file.name.endswith(".safetensors"):
+                found[step, file.name] = file.sha256
         state = read_state(checkpoint)
         for key, value in flat({"values": state["values"]}).items():
             if key != "values.elapsed_s":

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from flatout.errors import CheckpointError, DataError, RunFailed, in_shell
 from flatout.storage.recognised import open_regular, require_local
@@ -66,14 +72,21 @@ class Stored(BaseModel):
 
 
 class FileEntry(Stored):
-    """The size and checksums of one binary file, as a manifest lists them."""
+    """The size and the checksum of one file, as a manifest lists them."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """File name inside the directory."""
     size_bytes: int = Field(ge=0)
     """Exact size."""
-    block_crc32: tuple[int, ...]
-    """CRC-32 of each 4 MiB block, in order."""
+    block_crc32: tuple[int, ...] = ()
+    """CRC-32 of each 4 MiB block, in order, for a file that is read in parts."""
+    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    """The SHA-256 of the content of any other file."""
+
+    @model_serializer(mode="wrap")
+    def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        left_out = "block_crc32" if self.sha256 else "sha256"
+        return {key: value for key, value in dump(self).items() if key != left_out}
 
 
 class LocksUnsupported(OSError):

@@ -95,7 +95,7 @@ def _first(error: ValidationError) -> str:
 
 
 @contextmanager
-def parsing(path: Path) -> Iterator[None]:
+def parsing(path: Path | str) -> Iterator[None]:
     """Turn errors inside the block into a CheckpointError that reports `path` as damaged.
 
     For code that parses a document read from `path`: a missing key, or a value of the wrong type

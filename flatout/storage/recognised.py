@@ -203,6 +203,12 @@ def _folder(path: Path) -> Found | None:
             f"Start from its weights, train.init_from={shown}, or resume from it, --resume "
             f"{shown}.",
         )
+    if _has(path, "manifest.json", "config.json"):
+        return (
+            "an export",
+            f"Start a run from its weights: train.init_from={shown}. Or score one for transformers "
+            f"on tasks: `lm_eval --model hf --model_args pretrained={shown} --tasks hellaswag`.",
+        )
     if _has(path, "manifest.json", "tokenizer.json"):
         return "a prepared dataset", _train_on_it(path)
     if (found := _to_convert(path)) is not None:
@@ -227,12 +233,6 @@ def _folder(path: Path) -> Found | None:
     if any(_SHARD_NAME.fullmatch(file.name) for file in files):
         return None  # an incomplete dataset
     suffixes = {file: file.suffix.lower() for file in files}
-    if _has(path, "flatout.json"):
-        return (
-            "an export",
-            f"Start a run from its weights: train.init_from={shown}. Or score one for transformers "
-            f"on tasks: `lm_eval --model hf --model_args pretrained={shown} --tasks hellaswag`.",
-        )
     if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:
         return None
     telling = (recognise(file) for file, suffix in suffixes.items() if suffix in _LOOKED_INTO)

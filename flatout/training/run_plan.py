@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -104,10 +105,10 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
     if request.ranks.world_size == 1:
         return plan_run(request)
     box: list[RunPlan | None] = [None]
-    check = _checked_together(request.folder, request.ranks)
+    known = _digests_together(request.folder, request.ranks)
     try:
         if request.ranks.rank == 0:
-            box[0] = plan_run(request, check)
+            box[0] = plan_run(request, known)
     finally:
         # even if rank 0 failed: the others would wait forever
         torch.distributed.broadcast_object_list(box, src=0)
@@ -117,8 +118,8 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
     return box[0]
 
 
-def _checked_together(folder: Path, ranks: Ranks) -> catalog.Check:
-    """Read the newest checkpoint of a run, each rank its own files, and return a check of it."""
+def _digests_together(folder: Path, ranks: Ranks) -> dict[Path, str]:
+    """Read the newest checkpoint of a run, each rank its own files, and return their SHA-256."""
     newest: list[Path | None] = [None]
     if ranks.rank == 0 and (steps := catalog.steps(folder)):
         newest[0] = catalog.checkpoint_path(folder, steps[-1])
@@ -126,11 +127,13 @@ def _checked_together(folder: Path, ranks: Ranks) -> catalog.Check:
     found: list[dict[Path, str]] = [{}] * ranks.world_size
     own = catalog.digests_of(newest[0], ranks.rank, ranks.world_size) if newest[0] else {}
     torch.distributed.all_gather_object(found, own)
-    return catalog.check_with({path: sha for each in found for path, sha in each.items()})
+    return {path: sha for each in found for path, sha in each.items()}
 
 
-def plan_run(request: RunRequest, check: catalog.Check = catalog.check_file) -> RunPlan:
+def plan_run(request: RunRequest, known: Mapping[Path, str] | None = None) -> RunPlan:
     """Return the plan for the run in the locked run directory, or for a new run.
+
+    `known` is the SHA-256 of files of its checkpoints that have been read already.
 
     Raises: CheckpointError, DataError when a file cannot be read; ConfigError when the request
             contradicts the stored configuration; UntrustedCode when the stored configuration names
@@ -139,11 +142,11 @@ def plan_run(request: RunRequest, check: catalog.Check = catalog.check_file) -> 
     require_run_directory(request.folder)
     restored = _restore_lost(request)
     try:
-        return _plan_here(request, check)
+        return _plan_here(request, known)
     except catalog.NoneComplete:
         if restored or not _restore_lost(request, are_damaged=True):
             raise
-        return _plan_here(request, check)
+        return _plan_here(request, known)
 
 
 def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
@@ -159,7 +162,7 @@ def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
         )
 
 
-def _plan_here(request: RunRequest, check: catalog.Check) -> RunPlan:
+def _plan_here(request: RunRequest, known: Mapping[Path, str] | None) -> RunPlan:
     """Return the plan for a run whose directory has what can be restored."""
     folder, dataset, progress = request.folder, request.dataset, request.progress
     resume = resume_path(request.resume)
@@ -174,7 +177,7 @@ def _plan_here(request: RunRequest, check: catalog.Check) -> RunPlan:
             stored, request.config.train, dataset, recipe_of(stored)
         ),
         trust_code=request.trust_code,
-        check=check,
+        known=known,
         progress=progress,
     )
     checkpoint = start.checkpoint

@@ -79,7 +79,7 @@ def test_a_run_killed_while_it_sends_loses_nothing(more, victim, tmp_path, survi
         seen = set()
 
         def sends(run=uploading.run, seen=seen, uploads=uploads):
-            seen.update(name for name in saving(run) if ".tmp-upload-" in name)
+            seen.update(name for name in saving(run) if ".part-upload-" in name)
             return len(seen) >= uploads
 
         wait_until(sends, child=child)
@@ -120,7 +120,7 @@ def test_a_kill_between_two_file_operations_of_an_upload_loses_nothing(victim, t
     def uploading(name):
         return UploadingRun(target, tmp_path / name)
 
-    places = ("/backup/run", ".tmp-upload-", "/run/remote.json")
+    places = ("/backup/run", ".part-upload-", "/run/remote.json")
     for one in killed_at_calls(uploading, CALLS, places, KILLS_PER_CALL, tmp_path):
         kills += 1
         problems += after_a_kill(one, kills)
@@ -136,7 +136,7 @@ def test_a_kill_while_old_checkpoints_are_deleted_loses_nothing(victim, tmp_path
         return UploadingRun(target, tmp_path / name, "checkpoint.upload=none")
 
     names = ("rename", "openat", "unlinkat", "rmdir", "unlink")
-    for one in killed_at_calls(uploading, names, [".tmp-delete-"], 4, tmp_path):
+    for one in killed_at_calls(uploading, names, ["/checkpoints/step-"], 4, tmp_path):
         kills += 1
         problems += target.lost(one.run, saved_step(one.run))
         problems += target.end(one.run)

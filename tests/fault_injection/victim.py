@@ -214,4 +214,4 @@ def saved_step(run: Path, kind: str = "save") -> int:
 
 def saving(run: Path) -> set[str]:
     """Return the names of unfinished saves and deletions."""
-    return {path.name for path in (run / "checkpoints").glob("*.tmp-*")}
+    return {path.name for path in (run / "checkpoints").glob("*.part-*")}

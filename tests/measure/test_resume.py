@@ -147,7 +147,10 @@ def test_the_first_difference_is_named_with_its_step_and_file(fox_run, tmp_path)
     assert equal["values"] >= 3 * 3
 
     for file in ("optimizer-00000.safetensors", "model-00000.safetensors"):
-        change(at[3] / catalog.MANIFEST, lambda m, f=file: m["files"][f].update(sha256="0" * 64))
+        change(
+            at[3] / catalog.MANIFEST,
+            lambda m, f=file: [e.update(sha256="0" * 64) for e in m["files"] if e["name"] == f],
+        )
     found = compare_runs(one, other)
     assert found["first_step"] == 3
     assert found["differences"][0] == "Step 3, model-00000.safetensors differs."

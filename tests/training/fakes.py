@@ -3,7 +3,7 @@
 import json
 
 from flatout.progress import SILENT
-from flatout.storage import files
+from flatout.storage import whole
 
 
 class Recorder:
@@ -26,11 +26,16 @@ def fake_checkpoint(run, step, state=b"x", *, info=None, inside="checkpoints", *
     content = {f"{stem}.safetensors": data for stem, data in more.items()}
     content |= {"state.json": state, "index.json": b'{"tensors": {}, "aliases": {}}'}
     content |= {} if info is None else {"info.json": json.dumps(info).encode()}
-    facts = {}
     for name, data in content.items():
         (path / name).write_bytes(data)
-        facts[name] = {"bytes": len(data), "sha256": files.sha256(path / name)}
-    (path / "manifest.json").write_text(
-        json.dumps({"format_version": 1, "step": step, "files": facts})
-    )
+    (path / "manifest.json").write_text(json.dumps({"format_version": 2, "step": step}))
+    restate(path)
     return path
+
+
+def restate(path):
+    """List the files that a checkpoint has now in its manifest."""
+    manifest = path / "manifest.json"
+    files = [whole.entry_of(file) for file in sorted(path.iterdir()) if file != manifest]
+    listed = json.loads(manifest.read_text()) | {"files": [file.model_dump() for file in files]}
+    manifest.write_text(json.dumps(listed))

@@ -82,7 +82,7 @@ def check(run_folder, saved_step):
     for other in catalog.steps(run_folder):
         assert catalog.verify(catalog.checkpoint_path(run_folder, other)) == []
     left = [
-        path.name for path in (run_folder / catalog.CHECKPOINTS).iterdir() if ".tmp-" in path.name
+        path.name for path in (run_folder / catalog.CHECKPOINTS).iterdir() if ".part-" in path.name
     ]
     assert not left, left
     return step
@@ -114,7 +114,7 @@ def at_random(run_folder, make_saver, kills, seed):
         time.sleep(moments.uniform(0.0, 0.5))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        caught += any((run_folder / catalog.CHECKPOINTS).glob("*.tmp-*"))
+        caught += any((run_folder / catalog.CHECKPOINTS).glob("*.part-*"))
         saved_step = reported(reading) or saved_step
         step = check(run_folder, saved_step)
     same_as_never_killed(run_folder, step)

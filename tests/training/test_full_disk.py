@@ -155,7 +155,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
         assert run_training(config, tmp_path / "run")["steps"] == 6
     folder = tmp_path / "run" / "checkpoints"
     assert catalog.steps(tmp_path / "run") == [6]
-    assert any(".tmp-delete-" in path.name for path in folder.iterdir())
+    assert any(".part-" in path.name for path in folder.iterdir())
     with contextlib.suppress(FileNotFoundError):
         (tmp_path / "run" / "summary.json").unlink()
     run_training(config, tmp_path / "run")

@@ -8,12 +8,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from fakes import restate
 
 from flatout.config.schema import load_config
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, ConfigError, Stopped
-from flatout.storage.files import sha256
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import digest_of
@@ -37,12 +37,7 @@ def source(tiny_set, tiny, tmp_path_factory):
     state = json.loads((newest / "state.json").read_text())
     state["values"]["best"]["step"] = 4
     (newest / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {
-        "bytes": (newest / "state.json").stat().st_size,
-        "sha256": sha256(newest / "state.json"),
-    }
-    (newest / "manifest.json").write_text(json.dumps(manifest))
+    restate(newest)
     return folder
 
 

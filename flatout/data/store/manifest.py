@@ -219,7 +219,8 @@ def read_manifest(folder: Path) -> Manifest:
             version of flatout.
     """
     path = folder / MANIFEST
-    if (folder / "index.json").is_file():  # a checkpoint has a manifest.json of a different kind
+    if any(map(Path.is_file, (folder / "index.json", folder / "config.json"))):
+        # of a checkpoint or an export, whose manifest.json is of a different kind
         raise _no_dataset(folder)
     try:
         text = read_regular(path)

@@ -1,18 +1,16 @@
-"""The directory of an export: free before, complete or absent after. No torch."""
+"""What `flatout export` returns, and the check that its directory is free. No torch."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import glob
 from pathlib import Path
 from typing import Literal
 
 from flatout.display import Display, amount
 from flatout.errors import OutputInUse, in_shell
-from flatout.models.families.export_mark import MARK
-from flatout.storage.files import PART, sync
+from flatout.models.families.export_mark import read_mark
 from flatout.storage.json_io import Result
+from flatout.storage.whole import sweep
 
 Format = Literal["huggingface", "safetensors"]
 DEFAULT_SHARD_MIB = 4096
@@ -58,9 +56,7 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
     An export whose replacement was killed is brought back first.
     Raises: OutputInUse.
     """
-    _, earlier = _beside(out)
-    if not out.exists() and earlier.exists():
-        earlier.rename(out)
+    sweep(out.absolute().parent, glob.escape(out.absolute().name))
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
@@ -69,7 +65,7 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
         )
     if not any(out.iterdir()):
         return
-    if not (out / MARK).is_file():
+    if read_mark(out) is None:
         raise OutputInUse(
             f"{out} contains files that are not part of an export.",
             fix="Choose a different --out DIR.",
@@ -79,43 +75,3 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
             f"{out} already contains an export.",
             fix="Add --overwrite to replace it, or choose a different --out DIR.",
         )
-
-
-@contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a new directory beside `out`, which takes its name when the block has succeeded.
-
-    After an error it is deleted, and an earlier export stays as it was. After a kill, one of the
-    two is whole: `require_free` brings it back, and the next export deletes the rest.
-    """
-    new, earlier = _beside(out)
-    new.parent.mkdir(parents=True, exist_ok=True)
-    _delete(new, earlier)
-    new.mkdir()
-    try:
-        yield new
-        sync(new)
-        if out.exists():
-            out.rename(earlier)
-        new.rename(out)
-        sync(out.absolute().parent)
-    except BaseException:
-        if earlier.exists() and not out.exists():
-            earlier.rename(out)
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    _delete(new, earlier)
-
-
-def _beside(out: Path) -> tuple[Path, Path]:
-    """Return where an export to `out` is written, and where the one that it replaces is moved."""
-    path = out.absolute()
-    return path.with_name(f".{path.name}{PART}"), path.with_name(f".{path.name}.old")
-
-
-def _delete(new: Path, earlier: Path) -> None:
-    """Delete an unfinished export, and one that was replaced, which is not whole from then on."""
-    shutil.rmtree(new, ignore_errors=True)
-    if earlier.exists():
-        earlier.rename(new)
-        shutil.rmtree(new, ignore_errors=True)

@@ -13,7 +13,6 @@ from flatout.inference.export.destination import (
     Export,
     Format,
     require_free,
-    whole_folder,
 )
 from flatout.inference.export.huggingface import (
     Written,
@@ -24,10 +23,11 @@ from flatout.inference.export.huggingface import (
 )
 from flatout.inference.export.shards import write_shards
 from flatout.inference.export.source import Source
-from flatout.models.families.export_mark import write_mark
+from flatout.models.families.export_mark import CARD, write_mark
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import copy_whole, folder_bytes, write_whole
 from flatout.storage.json_io import JsonObject, finite_numbers, write_json
+from flatout.storage.whole import replacing
 from flatout.training.checkpoint.catalog import read_info
 from flatout.training.run_dir.layout import read_summary
 
@@ -51,7 +51,7 @@ def export_run(
     began_s = time.perf_counter()
     require_free(out, overwrite=overwrite)
     version = str(import_module("flatout").__version__)
-    with whole_folder(out) as folder:
+    with replacing(out) as folder:
         if to == "huggingface":
             written = write_huggingface(source, folder, shard_mib << 20, progress)
         else:
@@ -63,8 +63,8 @@ def export_run(
             "flatout": version,
             "model_class": written.model_class,
         }
+        write_whole(folder / CARD, _model_card(source, written, version))
         write_mark(folder, made_from)
-        write_whole(folder / "README.md", _model_card(source, written, version))
         files = sum(path.is_file() for path in folder.iterdir())
     return Export(
         path=str(out),

@@ -1,70 +1,71 @@
-"""flatout.json, a file of every export: what it was made from, and the checksums. No torch."""
+"""manifest.json of an export: what it was made from, and the checksums of its files. No torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
 
 from flatout.errors import CheckpointError, in_shell
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import sha256
-from flatout.storage.json_io import JsonObject, read_model, write_json
+from flatout.storage.json_io import JsonObject, read_json, read_model, write_json
+from flatout.storage.whole import MANIFEST, Listing, entry_of, problem_of
 
-MARK = "flatout.json"
-FORMAT_VERSION = 1
-
-
-class _Facts(BaseModel):
-    """One file of an export."""
-
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: str
+FORMAT_VERSION = 2
+CARD = "README.md"
+"""The model card, which people edit."""
 
 
-class _Mark(BaseModel):
-    """What is read from flatout.json."""
+class Mark(Listing):
+    """What is read from the manifest of an export."""
 
-    to: str = ""
+    to: str
     """The format of the export."""
-    files: dict[str, _Facts] = {}
-    """Files by name. Empty in an export of an earlier version."""
 
 
 def write_mark(folder: Path, made_from: JsonObject) -> None:
-    """Write flatout.json for the files that a directory has now.
+    """Write the manifest for the files that a directory has now.
 
     Cost: reads every file.
     """
-    files: JsonObject = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
-    write_json(folder / MARK, {"format_version": FORMAT_VERSION, **made_from, "files": files})
+    files = [
+        entry_of(path).model_dump() for path in sorted(folder.iterdir()) if path.name != MANIFEST
+    ]
+    made_from = {"format_version": FORMAT_VERSION, **made_from, "files": files}
+    write_json(folder / MANIFEST, made_from)
+
+
+def read_mark(folder: Path) -> Mark | None:
+    """Return the manifest of an export, or None when a directory is none.
+
+    Raises: CheckpointError when it is damaged.
+    """
+    path = folder / MANIFEST
+    document = read_json(path) if path.exists() else None
+    if not isinstance(document, dict) or "to" not in document:
+        return None  # of a dataset, a checkpoint, or of another tool
+    return read_model(path, Mark, fix=f"Export the run again, or {_as_it_is(path)}.")
 
 
 def require_as_exported(folder: Path, *, progress: Progress = SILENT) -> None:
-    """Check the files of a directory against the digests in its flatout.json, if it has them.
+    """Check the files of an export against its manifest. Other directories pass.
 
     Missing files are not reported here: a reader rejects an export that lacks a file it needs.
-    Raises: CheckpointError naming the first file that differs, or flatout.json when it is damaged.
+    Raises: CheckpointError naming the first file that differs, or the manifest when it is damaged.
     Cost: reads every file.
     """
-    mark = folder / MARK
-    if not mark.exists():
-        return
-    as_it_is = f"delete {in_shell(mark)} to use the files as they are."
-    files = read_model(mark, _Mark, fix=f"Export the run again, or {as_it_is}").files
-    present = {name: facts for name, facts in files.items() if (folder / Path(name).name).is_file()}
-    total = sum(facts.bytes for facts in present.values())
+    mark = read_mark(folder)
+    present = [one for one in mark.files if (folder / one.name).is_file()] if mark else []
+    total = sum(entry.size_bytes for entry in present)
     with progress.task(f"Checking {folder.name}", total=total, unit="bytes") as task:
-        for name, facts in present.items():
-            path = folder / Path(name).name
-            if path.stat().st_size != facts.bytes or sha256(path) != facts.sha256:
+        for entry in present:
+            path = folder / entry.name
+            if entry.name != CARD and problem_of(path, entry):
                 raise CheckpointError(
                     f"{path} was changed after its export, or is damaged: it does not match the "
-                    f"SHA-256 in {MARK}.",
-                    fix=f"Export the run again. If you changed it, {as_it_is}",
+                    f"checksum in {MANIFEST}.",
+                    fix=f"Export the run again. If you changed it, {_as_it_is(folder / MANIFEST)}.",
                 )
-            task.advance(facts.bytes)
+            task.advance(entry.size_bytes)
+
+
+def _as_it_is(manifest: Path) -> str:
+    return f"delete {in_shell(manifest)} to use the files as they are"

@@ -20,7 +20,7 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject, read_json
 from flatout.storage.recognised import ADAPTER, LITGPT, TORCH_FILE, recognise
 
-OWN_FILES = ("config.yaml", "manifest.json")
+OWN_FILES = ("config.yaml", "index.json")
 """Files that identify a run or a checkpoint of flatout."""
 CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""

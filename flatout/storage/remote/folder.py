@@ -25,7 +25,7 @@ from pydantic import Field
 from flatout.display import amount
 from flatout.errors import DataError
 from flatout.progress import Progress
-from flatout.storage.files import PART, CheckedFile, FileEntry, Stored, entry_of, sync
+from flatout.storage.files import PART, CheckedFile, Stored, sync
 from flatout.storage.json_io import JsonObject
 from flatout.storage.remote.connection import (
     NothingThere,
@@ -37,7 +37,6 @@ from flatout.storage.remote.parallel import Advance, transfer_all
 from flatout.storage.remote.reading import (
     BLOCK_BYTES,
     Description,
-    checked_blocks,
     open_remote,
     read_if_there,
 )
@@ -154,7 +153,7 @@ class RemoteFolder:
     def send(
         self,
         path: Path,
-        entry: FileEntry,
+        name: str,
         sent: Description | None = None,
         advance: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -163,16 +162,16 @@ class RemoteFolder:
         Raises: DataError when it differs from the file. It is then removed.
         """
         with contextlib.suppress(DataError):  # what cannot be read back is sent again
-            if sent is not None and self.holds(path, entry, sent):
-                advance(entry.size_bytes)
+            if sent is not None and self._holds(path, name, sent):
+                advance(path.stat().st_size)
                 return
-        self.put(path, entry.name, advance)
+        self.put(path, name, advance)
         arrived = with_retries(
-            f"{self.url}/{entry.name}", lambda: self._filesystem.info(f"{self._path}/{entry.name}")
+            f"{self.url}/{name}", lambda: self._filesystem.info(f"{self._path}/{name}")
         )
-        if not self.holds(path, entry, arrived):
-            self.remove(entry.name)
-            raise self.altered(entry.name)
+        if not self._holds(path, name, arrived):
+            self.remove(name)
+            raise self.altered(name)
 
     def altered(self, name: str) -> DataError:
         """Return the error for a file that differs from the one that was sent."""
@@ -201,22 +200,22 @@ class RemoteFolder:
 
         with_retries(self.url, remove, where=f"/{name}", access="write")
 
-    def holds(self, path: Path, entry: FileEntry, description: Description) -> bool:
+    def _holds(self, path: Path, name: str, description: Description) -> bool:
         """Return whether the described remote file has the size and the content of a local one.
 
         The content is compared by the MD5 that the store reports. If it differs, as in a store that
         encrypts, the file is read back.
         """
-        if description.get("size") != entry.size_bytes:
+        if description.get("size") != path.stat().st_size:
             return False
         reported = _reported_md5(description)
-        return (
-            reported is None
-            or reported in _md5s(path)
-            or all(
-                problem is None for _, problem in checked_blocks(f"{self.url}/{entry.name}", entry)
+        if reported is None or reported in _md5s(path):
+            return True
+        with path.open("rb") as file, open_remote(f"{self.url}/{name}") as remote:
+            return all(
+                block == remote.read(len(block))
+                for block in iter(partial(file.read, PART_BYTES), b"")
             )
-        )
 
 
 @contextlib.contextmanager
@@ -238,7 +237,7 @@ def push(
     with tempfile.TemporaryDirectory(prefix="flatout-") as work:
         path = Path(work) / MANIFEST
         path.write_bytes(manifest)
-        remote.send(path, entry_of(path))  # removes what has arrived altered
+        remote.send(path, MANIFEST)  # removes what has arrived altered
     if read_if_there(f"{remote.url}/{MANIFEST}") != manifest:
         remote.remove(MANIFEST)
         raise remote.altered(MANIFEST)

@@ -1,21 +1,17 @@
 """The checkpoints of a run: which exist, are complete, and stay. No torch: listing is fast.
 
-A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
-names, and do not count as checkpoints.
-The functions take the run directory, whose checkpoints are in `checkpoints`, a directory or a link
-to one.
+A checkpoint is a whole directory (storage/whole.py) called `step-N`. The functions take the run
+directory, whose checkpoints are in `checkpoints`, a directory or a link to one.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -24,36 +20,29 @@ from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, sha256, sync
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json, read_model
+from flatout.storage.whole import MANIFEST, OLD, Listing, problem_of, remove, sweep
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 2 lists the files of every manifest alike."""
 CHECKPOINTS = "checkpoints"
 """The directory of all checkpoints in a run directory."""
-MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+INDEX, STATE = "index.json", "state.json"
 INFO = "info.json"
+MODEL, OPTIMIZER = "model-", "optimizer-"
+"""Start of the names of the files of tensors."""
 DISK_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
 Size = Annotated[int, Field(ge=0, strict=True)]
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
-class FileFacts(BaseModel):
-    """The entry of one file in a manifest."""
-
-    bytes: Annotated[int, Field(ge=0)]
-    """Its size."""
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """The SHA-256 of its content."""
-
-
-class Manifest(BaseModel):
+class Manifest(Listing):
     """The content of a checkpoint's manifest.json."""
 
     format_version: Annotated[int, Field(ge=1)]
     """FORMAT_VERSION of the version of flatout that wrote it."""
     step: int
     """The step at which it was saved: N of `step-N`."""
-    files: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], FileFacts]
-    """Every other file of the checkpoint."""
 
 
 class Slice(BaseModel, frozen=True):
@@ -139,17 +128,17 @@ class CheckpointInfo(Stored, extra="ignore"):
     """Their CRC-32, by which a resume finds out whether metrics.jsonl is whole."""
 
 
-class NewerVersion(CheckpointError):
-    """A checkpoint was written by a newer version of flatout."""
+class OtherVersion(CheckpointError):
+    """A checkpoint was written by a version of flatout with a different format."""
 
 
 class NoneComplete(CheckpointError):
     """A run has checkpoints, and every one of them is damaged."""
 
 
-Check = Callable[[Path, FileFacts], str | None]
-"""Returns what is wrong with a file, given its entry in the manifest, or None: `check_file`, or the
-quicker `check_unless` and `check_size`.
+Deep = bool | Literal["weights"]
+"""What of a checkpoint is read to verify it: all of it; with `weights` all but the optimizer's
+tensors, which may be missing; with False all but the tensors, whose sizes are compared.
 """
 
 
@@ -182,7 +171,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def has_saved(run_folder: Path) -> bool:
     """Return whether the run ever saved: it has checkpoints, complete or being replaced."""
-    return bool(steps(run_folder)) or any((run_folder / CHECKPOINTS).glob("step-*.tmp-old-*"))
+    return bool(steps(run_folder)) or any((run_folder / CHECKPOINTS).glob(f"step-*{OLD}-*"))
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
@@ -213,16 +202,23 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises: CheckpointError when it is missing, damaged, or has a newer format.
     """
-    step, path = step_of(checkpoint), checkpoint / MANIFEST
-    document = read_json(path)
+    return manifest_in(read_json(checkpoint / MANIFEST), step_of(checkpoint), checkpoint)
+
+
+def manifest_in(document: object, step: int, checkpoint: Path | str) -> Manifest:
+    """Return the manifest of a checkpoint from its JSON, as `read_manifest`."""
+    path = f"{checkpoint}/{MANIFEST}"
     version = document.get("format_version") if isinstance(document, dict) else None
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise NewerVersion(
-            f"{checkpoint} has format_version {version}. This version of flatout reads up to "
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        raise OtherVersion(
+            f"{checkpoint} has format_version {version}. This version of flatout reads "
             f"{FORMAT_VERSION}.",
-            fix="Install a newer flatout.",
+            fix="Install a newer flatout."
+            if version > FORMAT_VERSION
+            else "Continue it with the earlier version of flatout that wrote it.",
         )
-    manifest = read_model(path, Manifest, fix="Use a different checkpoint.")
+    with parsing(path):
+        manifest = Manifest.model_validate(document, strict=True)
     if manifest.step != step:
         raise CheckpointError(
             f"{path} is damaged: it is the manifest of step {manifest.step}.",
@@ -278,24 +274,6 @@ def tokenizer_of(checkpoint: Path) -> str | None:
     return digest
 
 
-def check_size(path: Path, facts: FileFacts) -> str | None:
-    """Return what is wrong with one file of a checkpoint, judged by its size, or None."""
-    if not path.is_file():
-        return f"{path} is missing."
-    size = path.stat().st_size
-    if size != facts.bytes:
-        return f"{path} has {size} bytes. The manifest lists {facts.bytes}."
-    return None
-
-
-def check_file(path: Path, facts: FileFacts) -> str | None:
-    """Return what is wrong with one file of a checkpoint, judged by its content, or None."""
-    problem = check_size(path, facts)
-    if problem is None and sha256(path) != facts.sha256:
-        return f"{path} is damaged: its content does not match the manifest's SHA-256."
-    return problem
-
-
 def digests_of(checkpoint: Path, rank: int, world_size: int) -> dict[Path, str]:
     """Return the SHA-256 of a checkpoint's files that this rank wrote, or would have written.
 
@@ -303,52 +281,40 @@ def digests_of(checkpoint: Path, rank: int, world_size: int) -> dict[Path, str]:
     """
     found: dict[Path, str] = {}
     with suppress(CheckpointError):
-        for name in read_manifest(checkpoint).files:
-            writer = re.search(r"-(\d{5})\.", name)
+        for entry in read_manifest(checkpoint).files:
+            writer = re.search(r"-(\d{5})\.", entry.name)
             if (int(writer[1]) if writer else 0) % world_size == rank:
                 with suppress(OSError):
-                    found[checkpoint / name] = sha256(checkpoint / name)
+                    found[checkpoint / entry.name] = sha256(checkpoint / entry.name)
     return found
 
 
-def check_with(digests: Mapping[Path, str]) -> Check:
-    """Return `check_file` that knows the SHA-256 of some files already."""
-
-    def check(path: Path, facts: FileFacts) -> str | None:
-        is_known = digests.get(path) == facts.sha256
-        return (check_size if is_known else check_file)(path, facts)
-
-    return check
-
-
-def check_unless(*kinds: str) -> Check:
-    """Return `check_file` that judges tensors of these kinds, optimizer or model, by their size."""
-    names = tuple(f"{kind}-" for kind in kinds)
-
-    def check(path: Path, facts: FileFacts) -> str | None:
-        return (check_size if path.name.startswith(names) else check_file)(path, facts)
-
-    return check
-
-
 def verify(
-    checkpoint: Path, *, check: Check = check_file, progress: Progress = SILENT
+    checkpoint: Path,
+    *,
+    deep: Deep = True,
+    known: Mapping[Path, str] | None = None,
+    progress: Progress = SILENT,
 ) -> list[str]:
     """Return what is wrong with a checkpoint, one sentence per file. Empty when it is complete.
 
-    `check=check_size` does not read the weights.
+    `known` is the SHA-256 of files that have been read already.
     """
     try:
-        files = read_manifest(checkpoint).files
+        files = {entry.name: entry for entry in read_manifest(checkpoint).files}
     except CheckpointError as error:
         return [error.what]
     problems = []
-    total = sum(facts.bytes for facts in files.values())
+    total = sum(entry.size_bytes for entry in files.values())
     with progress.task(f"Checking {checkpoint.name}", total=total, unit="bytes") as task:
-        for name, facts in files.items():
-            if problem := check(checkpoint / name, facts):
+        for name, entry in files.items():
+            path = checkpoint / name
+            is_needed = deep != "weights" or not name.startswith(OPTIMIZER)
+            is_read = deep or not name.startswith((OPTIMIZER, MODEL))
+            is_read = is_read and (known or {}).get(path) != entry.sha256
+            if is_needed and (problem := problem_of(path, entry, deep=is_read)):
                 problems.append(problem)
-            task.advance(facts.bytes)
+            task.advance(entry.size_bytes)
     if problems:
         return problems
     try:
@@ -369,14 +335,12 @@ def is_checkpoint(folder: Path) -> bool:
     )
 
 
-def require_complete(
-    checkpoint: Path, *, check: Check = check_file, progress: Progress = SILENT
-) -> None:
+def require_complete(checkpoint: Path, *, deep: Deep = True, progress: Progress = SILENT) -> None:
     """Check that a checkpoint is complete.
 
     Raises: CheckpointError naming the first file that is missing or damaged.
     """
-    problems = verify(checkpoint, check=check, progress=progress)
+    problems = verify(checkpoint, deep=deep, progress=progress)
     if problems:
         raise CheckpointError(
             problems[0],
@@ -388,7 +352,8 @@ def latest(
     run_folder: Path,
     *,
     exclude: Collection[int] = (),
-    check: Check = check_file,
+    deep: Deep = True,
+    known: Mapping[Path, str] | None = None,
     progress: Progress = SILENT,
 ) -> Path | None:
     """Return the newest complete checkpoint, or None when the run has no checkpoint at all.
@@ -400,7 +365,7 @@ def latest(
     problems: dict[Path, str] = {}
     for step in sorted({*steps(run_folder)} - {*exclude}, reverse=True):
         path = checkpoint_path(run_folder, step)
-        found = verify(path, check=check, progress=progress)
+        found = verify(path, deep=deep, known=known, progress=progress)
         if not found:
             return path
         progress.say(f"Checkpoint {path.name} cannot be used: {found[0]}")
@@ -409,7 +374,7 @@ def latest(
         newest, problem = next(iter(problems.items()))
         try:
             read_manifest(newest)
-        except NewerVersion:  # restoring a file would not help
+        except OtherVersion:  # restoring a file would not help
             raise
         except CheckpointError:
             pass  # it is `problem`, which is reported below
@@ -421,7 +386,7 @@ def latest(
     return None
 
 
-def best(newest: Path, *, check: Check = check_file, progress: Progress = SILENT) -> Path | None:
+def best(newest: Path, *, deep: Deep = True, progress: Progress = SILENT) -> Path | None:
     """Return the complete checkpoint with the lowest validation loss, as `newest` states it.
 
     None when no loss is known, or that checkpoint is missing or incomplete. `newest`, which is
@@ -433,7 +398,7 @@ def best(newest: Path, *, check: Check = check_file, progress: Progress = SILENT
     if step == step_of(newest):
         return newest
     path = newest.with_name(f"step-{step}")
-    return path if path.is_dir() and not verify(path, check=check, progress=progress) else None
+    return path if path.is_dir() and not verify(path, deep=deep, progress=progress) else None
 
 
 def best_step_of(checkpoint: Path) -> int | None:
@@ -447,22 +412,11 @@ def best_step_of(checkpoint: Path) -> int | None:
 
 
 def remove_leftovers(run_folder: Path) -> list[str]:
-    """Delete the leftovers of killed saves and deletions, and return their names.
+    """Delete the leftovers of killed saves and deletions, as `sweep`, and return their names.
 
-    A complete checkpoint that a killed save was replacing (`.tmp-old-`) gets its name back. Only
-    the process that holds the lock may call this.
+    Only the process that holds the lock may call this.
     """
-    folder = run_folder / CHECKPOINTS
-    removed = []
-    for path in sorted(folder.glob("step-*.tmp-*")) if folder.is_dir() else []:
-        original = path.with_name(path.name.partition(".")[0])
-        if ".tmp-old-" in path.name and not original.exists() and (path / MANIFEST).exists():
-            path.rename(original)
-            continue
-        shutil.rmtree(path, ignore_errors=True)  # an upload of an earlier run may delete it too
-        if not path.exists():
-            removed.append(path.name)
-    return removed
+    return sweep(run_folder / CHECKPOINTS, "step-*")
 
 
 def delete_later(run_folder: Path, step: int) -> None:
@@ -472,24 +426,7 @@ def delete_later(run_folder: Path, step: int) -> None:
     """
     for later in steps(run_folder):
         if later > step:
-            _delete(checkpoint_path(run_folder, later))
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its final name, replacing an earlier one of that name."""
-    old = renamed(final, "tmp-old")
-    replaces = final.exists()
-    if replaces:
-        final.rename(old)
-    temporary.rename(final)
-    sync(final.parent)
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def renamed(path: Path, kind: str) -> Path:
-    """Return a new name for a checkpoint, under which it is none: `step-N.KIND-RANDOM`."""
-    return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
+            remove(checkpoint_path(run_folder, later))
 
 
 def newest_to_keep(config: CheckpointConfig) -> int | None:
@@ -503,14 +440,14 @@ def prune(
     best_step: int | None = None,
     keep_every: int | None = None,
     *,
-    is_complete: Callable[[Path], bool] = lambda path: not verify(path, check=check_size),
+    is_complete: Callable[[Path], bool] = lambda path: not verify(path, deep=False),
 ) -> list[int]:
     """Delete the checkpoints that are not to be kept, and return their steps.
 
     The newest `keep` complete ones stay, and all that are newer than these. So do the best one and
     the multiples of `keep_every`. With `keep=None`, or fewer complete ones than `keep`, all stay:
     incomplete ones do not count, so the last complete one is never deleted.
-    Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
+    No run ends because one cannot be deleted.
     """
     if keep is None:
         return []
@@ -519,27 +456,23 @@ def prune(
     newest = list(islice((step for step in reversed(known) if is_complete(paths[step])), keep))
     if len(newest) < keep:
         return []
-    deleted = [
+    older = [step for step in known if step < newest[-1]]
+    stay = kept([*newest, *older], keep, best_step, keep_every)
+    return [step for step in older if step not in stay and remove(paths[step])]
+
+
+def kept(
+    steps: Collection[int], keep: int | None, best_step: int | None, keep_every: int | None
+) -> set[int]:
+    """Return which of these steps, whose checkpoints are complete, a configuration keeps."""
+    if keep is None or len(steps) < keep:
+        return {*steps}
+    oldest = sorted(steps)[-keep]
+    return {
         step
-        for step in known
-        if step < newest[-1] and step != best_step and not is_kept_for_good(step, keep_every)
-    ]
-    return [step for step in deleted if _delete(paths[step])]
-
-
-def _delete(checkpoint: Path) -> bool:
-    """Delete a checkpoint, and return whether it no longer counts as one.
-
-    Files that the system keeps, as of a process that reads them on a network disk, are deleted by
-    `remove_leftovers` at the run's next start. A run does not end because of them.
-    """
-    gone = renamed(checkpoint, "tmp-delete")
-    try:
-        checkpoint.rename(gone)
-    except OSError:
-        return False
-    shutil.rmtree(gone, ignore_errors=True)
-    return True
+        for step in steps
+        if step >= oldest or step == best_step or is_kept_for_good(step, keep_every)
+    }
 
 
 def is_kept_for_good(step: int, keep_every: int | None) -> bool:

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import PART, sha256, sync
+from flatout.storage.files import sha256
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json
+from flatout.storage.whole import MANIFEST, replacing
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, Index, read_index
 
@@ -166,8 +167,6 @@ def read_state(checkpoint: Path) -> JsonObject:
 
 BASES, DIGITS = "base", 16
 """Where a run keeps the weights that its adapters belong to: base/DIGEST/step-N."""
-OPTIMIZER = "optimizer-"
-"""Start of the names of files with optimizer state."""
 
 
 def digest_of(checkpoint: Path) -> str:
@@ -177,10 +176,9 @@ def digest_of(checkpoint: Path) -> str:
 
     Raises: CheckpointError when the manifest of a checkpoint is damaged.
     """
-    if (checkpoint / catalog.MANIFEST).is_file():
-        manifest = catalog.read_manifest(checkpoint).files
-        prefix = WEIGHTS.replace("/", "-")
-        files = {name: facts.sha256 for name, facts in manifest.items() if name.startswith(prefix)}
+    if (checkpoint / MANIFEST).is_file():
+        listed = catalog.read_manifest(checkpoint).files
+        files = {one.name: one.sha256 for one in listed if one.name.startswith(catalog.MODEL)}
     else:
         found = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
         files = {path.name: sha256(path) for path in found if path.name.endswith(MODEL_FILES)}
@@ -195,21 +193,17 @@ def keep_base(run_folder: Path, base: Path, digest: str) -> Path:
     Raises: CheckpointError when the base has a base, which is missing.
     """
     kept = run_folder / BASES / digest[:DIGITS] / base.name
-    if kept.exists() or not (base / catalog.MANIFEST).is_file():
+    if kept.exists() or not (base / MANIFEST).is_file():
         return kept if kept.exists() else base
     if inner := read_index(base).base:
         keep_base(run_folder, find_base(base, inner), inner.digest)
-    unfinished = kept.parent.with_suffix(PART)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    (unfinished / base.name).mkdir(parents=True)
-    for file in base.iterdir():
-        if not file.name.startswith(OPTIMIZER):
-            try:
-                os.link(file, unfinished / base.name / file.name)
-            except OSError:  # a different disk, or one without hard links
-                shutil.copy2(file, unfinished / base.name / file.name)
-    sync(unfinished)
-    unfinished.rename(kept.parent)
+    with replacing(kept) as unfinished:
+        for file in base.iterdir():
+            if not file.name.startswith(catalog.OPTIMIZER):
+                try:
+                    os.link(file, unfinished / file.name)
+                except OSError:  # a different disk, or one without hard links
+                    shutil.copy2(file, unfinished / file.name)
     return kept
 
 
@@ -224,8 +218,8 @@ def find_base(checkpoint: Path, base: Base) -> Path:
     kept = (folder / BASES / base.digest[:DIGITS] / path.name for folder in above)
     for found in (*kept, path, *_moved_with(base.path, checkpoint)):
         if found.exists() and digest_of(found) == base.digest:
-            if (found / catalog.MANIFEST).exists():
-                catalog.require_complete(found, check=_check_weights)
+            if (found / MANIFEST).exists():
+                catalog.require_complete(found, deep="weights")
             return found
     if path.exists():
         raise CheckpointError(
@@ -248,8 +242,3 @@ def _moved_with(path: str, anchor: Path) -> Iterator[Path]:
     parts = Path(path).parts
     tails = [Path(*parts[start:]) for start in range(1, len(parts))]
     return (above / tail for above in anchor.resolve().parents for tail in tails)
-
-
-def _check_weights(path: Path, facts: catalog.FileFacts) -> str | None:
-    """Check a file of a base, which may lack the optimizer state."""
-    return None if path.name.startswith(OPTIMIZER) else catalog.check_file(path, facts)

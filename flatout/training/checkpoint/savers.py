@@ -7,7 +7,6 @@ ranks agree between stages, in the loop. A kill at any moment leaves earlier che
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -23,8 +22,9 @@ from torch import Tensor, nn
 from flatout.assembly.run import Saved
 from flatout.distributed.mesh import Mesh
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import sha256, sync
+from flatout.storage.files import sync
 from flatout.storage.json_io import JsonObject, read_json
+from flatout.storage.whole import MANIFEST, beside, entry_of, publish
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
@@ -144,7 +144,7 @@ class Saver:
         began_s, mesh, copy = time.perf_counter(), run.mesh, self._copy
         best_step = run.best_step  # as of this checkpoint: a later best is not on disk yet
         path = catalog.checkpoint_path(run.folder, run.step)
-        name = mesh.broadcast_object(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        name = mesh.broadcast_object(beside(path).name)
         pending = _Pending(run.step, path, path.with_name(name), mesh, began_s)
 
         def make() -> None:
@@ -346,7 +346,7 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
         path = temporary / name
         slices.write(path, tensors)
         sync(path)
-        files[name] = facts(path)
+        files[name] = entry_of(path).model_dump()
     entries = {name: entry.model_dump() for name, entry in snapshot.entries.items()}
     share = {"tensors": entries, "files": files, "values": snapshot.values}
     _write(_share(temporary, snapshot.rank), share)
@@ -379,13 +379,13 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
     files = {name: of_file for share in shares for name, of_file in share["files"].items()}
     for name, document in documents.items():
         _write(temporary / name, document)
-        files[name] = facts(temporary / name)
+        files[name] = entry_of(temporary / name).model_dump()
     step = snapshot.state["step"]
-    manifest = {"format_version": catalog.FORMAT_VERSION, "step": step, "files": files}
-    _write(temporary / catalog.MANIFEST, manifest)
-    sync(temporary)
+    listed = [*files.values()]
+    manifest = {"format_version": catalog.FORMAT_VERSION, "step": step, "files": listed}
+    _write(temporary / MANIFEST, manifest)
     sync_logs(run_folder)
-    catalog.publish(temporary, final)
+    publish(temporary, final)
     catalog.delete_later(run_folder, step)
 
 
@@ -406,11 +406,6 @@ def _write(path: Path, document: JsonObject) -> None:
     """Write JSON and sync it. It is not atomic: the directory is renamed once it is complete."""
     path.write_text(json.dumps(document), encoding="utf-8")
     sync(path)
-
-
-def facts(path: Path) -> JsonObject:
-    """Return the entry of a file in the manifest."""
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _share(temporary: Path, rank: int) -> Path:

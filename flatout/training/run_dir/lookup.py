@@ -132,26 +132,24 @@ def find_checkpoint(
     Raises: CheckpointError when it does not exist or is incomplete; ConfigError when `checkpoint`
             is none of these.
     """
-    checked = catalog.check_unless("optimizer")
     if checkpoint in {None, "best", "last"}:
-        quick = catalog.check_unless("optimizer", "model")
-        newest = catalog.latest(run_folder, check=quick, progress=progress)
+        newest = catalog.latest(run_folder, deep=False, progress=progress)
         if newest is None:
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
                 fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
         is_last = checkpoint == "last"
-        best = None if is_last else catalog.best(newest, check=checked, progress=progress)
+        best = None if is_last else catalog.best(newest, deep="weights", progress=progress)
         if best is not None and best != newest:
             return best
         later = (step for step in catalog.steps(run_folder) if step > catalog.step_of(newest))
-        whole = catalog.latest(run_folder, exclude={*later}, check=checked, progress=progress)
+        whole = catalog.latest(run_folder, exclude={*later}, deep="weights", progress=progress)
         assert whole is not None, "the run has checkpoints"
         if is_last:
             return whole
         if whole != newest:
-            best = catalog.best(whole, check=checked, progress=progress)
+            best = catalog.best(whole, deep="weights", progress=progress)
         return best or _instead_of_best(whole, checkpoint, progress)
     assert checkpoint is not None
     if not checkpoint.isdecimal():
@@ -165,7 +163,7 @@ def find_checkpoint(
             f"The run {run_folder} has no checkpoint of step {checkpoint}.",
             fix=f"Steps that have one: {known}.",
         )
-    catalog.require_complete(path, check=checked, progress=progress)
+    catalog.require_complete(path, deep="weights", progress=progress)
     return path
 
 

@@ -6,7 +6,7 @@ trained, is a new directory: `--resume RUN/checkpoints/step-N --run-dir NEW`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import JsonObject, parsing, read_model
 from flatout.storage.recognised import recognise
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.catalog import Check, check_file
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, read_requested
 from flatout.training.run_dir.resume import LENGTH_KEYS, config_to_resume
@@ -75,7 +74,7 @@ def find_start(
     *,
     steps_of: Callable[[RunConfig], int | None] = lambda stored: None,
     trust_code: bool = False,
-    check: Check = check_file,
+    known: Mapping[Path, str] | None = None,
     progress: Progress = SILENT,
 ) -> Start:
     """Return where a command starts. Nothing is written. Call it under the lock.
@@ -96,7 +95,7 @@ def find_start(
             fix="A new run starts from it: choose a different directory with --run-dir DIR.",
         )
     stored = config_to_resume(folder, requested, trust_code=trust_code)
-    checkpoint = catalog.latest(folder, check=check, progress=progress)
+    checkpoint = catalog.latest(folder, known=known, progress=progress)
     message = None
     if checkpoint is None and origin and is_here:
         checkpoint = _checkpoint_of(origin, folder, progress)

@@ -3,39 +3,32 @@
 URL/NAME/              NAME is the name of the run directory
 ├── config.yaml, ...   RUN_FILES, as in the run directory
 ├── loggers/           the run's ids at remote loggers
-└── step-N-DIGEST/     the files of a checkpoint, with `.zst` appended when they are compressed;
-                       manifest.json comes last, and DIGEST is its own: so nothing is ever replaced
+└── step-N-DIGEST/     a checkpoint, with the digest of its manifest (storage/whole.py)
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
 
 from flatout.config.sections import UPLOAD_OFF, CheckpointConfig
 from flatout.data.conversation.templates import CHAT_TEMPLATE, CONFIG_FILE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.errors import ConfigError
-from flatout.storage.json_io import read_model, write_json
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import read_if_there
 from flatout.storage.remote.urls import is_local
+from flatout.storage.whole import MANIFEST, name_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
     METRICS,
     ORIGIN,
-    REMOTE,
     REQUESTED,
     SUMMARY,
 )
 
-FORMAT_VERSION = 1
 RUN_FILES = (
     REQUESTED,
     CONFIG,
@@ -50,21 +43,7 @@ RUN_FILES = (
 """Files of a run directory that a resume needs or continues, in the order of restoring them."""
 CONFIGURATION = (REQUESTED, CONFIG)
 LOGGER_FILE = re.compile(r"\w[\w-]*\.json")
-COMPRESSED = ".zst"
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)-[0-9a-f]{8}")
-
-
-class Record(BaseModel):
-    """remote.json in a run directory: what it has sent."""
-
-    format_version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
-    """Version of this file's format."""
-    url: str
-    """The URL of its remote copy."""
-    sent: dict[str, bool] = {}
-    """The checkpoints there by name, and whether each is complete: when one is deleted here, it is
-    deleted there.
-    """
 
 
 def upload_url(upload: str | None, run_folder: Path) -> str | None:
@@ -93,24 +72,6 @@ def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
             )
 
 
-def read_record(run_folder: Path, url: str) -> Record | None:
-    """Return the record of a run directory, or None when it has never sent anything to `url`.
-
-    Raises: CheckpointError when it is damaged.
-    """
-    path = run_folder / REMOTE
-    if not path.exists():
-        return None
-    fix = f"Delete {path} and set a different checkpoint.upload."
-    record = read_model(path, Record, fix=fix)
-    return record if record.url == url else None
-
-
-def write_record(run_folder: Path, record: Record) -> None:
-    """Store the record of a run directory."""
-    write_json(run_folder / REMOTE, record.model_dump())
-
-
 class RemoteCopy:
     """The remote copy of a run at a URL.
 
@@ -123,29 +84,21 @@ class RemoteCopy:
         self.top = RemoteFolder(url)
         """The files of the run directory."""
 
-    def folder(self, name: str) -> RemoteFolder:
-        """Return a directory there, such as that of a checkpoint, whether it exists or not."""
-        return RemoteFolder(f"{self.url}/{name}")
-
     def names(self) -> list[str]:
         """Return the names of the checkpoints there, complete or not, the newest first."""
         return sorted(filter(_NAME.fullmatch, self.top.files()), key=step_at, reverse=True)
 
     def manifest(self, name: str) -> bytes | None:
         """Return the manifest of a checkpoint, or None when it is incomplete or damaged."""
-        content = read_if_there(f"{self.url}/{name}/{catalog.MANIFEST}")
-        return content if content and name_of(step_at(name), content) == name else None
+        content = read_if_there(f"{self.url}/{name}/{MANIFEST}")
+        is_own = content and name_of(name.rpartition("-")[0], content) == name
+        return content if is_own else None
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that no half of it counts."""
-        folder = self.folder(name)
-        folder.remove(catalog.MANIFEST)
+        folder = RemoteFolder(f"{self.url}/{name}")
+        folder.remove(MANIFEST)
         folder.delete()
-
-
-def name_of(step: int, manifest: bytes) -> str:
-    """Return the name of a checkpoint in a remote copy."""
-    return f"step-{step}-{hashlib.sha256(manifest).hexdigest()[:8]}"
 
 
 def step_at(name: str) -> int:

@@ -12,36 +12,33 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import IO
 
 from flatout.config import trust
 from flatout.config.schema import RunConfig
-from flatout.data.sources.packed import import_package
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.progress import SILENT, Progress, counted
-from flatout.storage.files import copy_whole, write_text
-from flatout.storage.remote.folder import Altered, Wanted, pull, receive
-from flatout.storage.remote.reading import open_remote
+from flatout.progress import Progress, counted
+from flatout.storage.files import copy_whole
+from flatout.storage.json_io import object_or_none
+from flatout.storage.remote.connection import NothingThere
+from flatout.storage.remote.folder import RemoteFolder
+from flatout.storage.whole import MANIFEST, PULL, Altered, fetch, pull
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.records import damage_of
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import continued
 from flatout.training.upload.remote import (
-    COMPRESSED,
     CONFIGURATION,
     LOGGER_FILE,
     RUN_FILES,
-    Record,
     RemoteCopy,
-    read_record,
     require_elsewhere,
     step_at,
     upload_url,
-    write_record,
 )
 
+MOST_INFO = 1 << 20
+"""Bytes of an info.json."""
 START_WITHOUT = (
     "Choose a different run directory with --run-dir DIR, or set checkpoint.upload=none to start "
     "without it."
@@ -94,18 +91,16 @@ def restore_lost(
     progress.say(f"{folder} has no {usable}: restoring it from {url}.")
     with tempfile.TemporaryDirectory(prefix="flatout-") as work:
         copy = Path(work)
-        described = copy / f"step-{step_at(newest)}"
-        with suppress(Altered, CheckpointError):  # reported when the checkpoint is fetched
-            _pull(store, newest, described, SILENT, only=catalog.INFO)
-        saved = _saved(described)
+        with suppress(Altered, NothingThere):
+            info = f"{url}/{newest}/{catalog.INFO}"
+            fetch(info, copy / catalog.INFO, most_bytes=MOST_INFO, fix=START_WITHOUT)
+        saved = _saved(copy)
         _fetch_missing(store, CONFIGURATION, copy)
         _require_same_settings(copy, url, saved, requested)
         _restore_config(copy, folder, requested, trust_code)
-    ids = filter(LOGGER_FILE.fullmatch, store.folder(layout.LOGGER_STATES).files())
+    ids = filter(LOGGER_FILE.fullmatch, RemoteFolder(f"{url}/{layout.LOGGER_STATES}").files())
     loggers = [f"{layout.LOGGER_STATES}/{own}" for own in ids]
     _fetch_missing(store, (*RUN_FILES, *loggers), folder)
-    if read_record(folder, url) is None:
-        write_record(folder, Record(url=url))
     problems = []
     for newest in names:
         problem = _restore_checkpoint(store, newest, folder, progress)
@@ -180,8 +175,7 @@ def _fetch_missing(store: RemoteCopy, names: Iterable[str], folder: Path) -> Non
     for name in names:
         if name.partition("/")[0] in there and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
-            with open_remote(f"{store.url}/{name}") as source:
-                receive(source, folder / name, f"{store.url}/{name}", fix=START_WITHOUT)
+            fetch(f"{store.url}/{name}", folder / name, fix=START_WITHOUT)
 
 
 def _restore_checkpoint(
@@ -191,64 +185,15 @@ def _restore_checkpoint(
 
     After a kill or an error, the files that are complete stay for the next attempt.
     """
-    final = catalog.checkpoint_path(folder, step_at(name))
-    work = final.with_name(f"{final.name}.tmp-restore")
-    fetched = work / final.name
+    target, url = catalog.checkpoint_path(folder, step_at(name)), f"{store.url}/{name}"
+    manifest = store.manifest(name)
     try:
-        _pull(store, name, fetched, progress)
-        problems = catalog.verify(fetched, check=catalog.check_size)
-    except (Altered, CheckpointError) as error:
-        problems = [error.what]
-    if not problems:
-        catalog.publish(fetched, final)
-    shutil.rmtree(work, ignore_errors=True)
-    if not problems:
-        return None
-    problem = problems[0].replace(str(fetched), f"{store.url}/{name}")
-    progress.say(f"Checkpoint {name} at {store.url} cannot be used: {problem}")
-    return problem
-
-
-def _pull(
-    store: RemoteCopy, name: str, target: Path, progress: Progress, *, only: str = ""
-) -> None:
-    """Fetch the files of a checkpoint that `target` lacks, which may be compressed there.
-
-    Raises: CheckpointError when the manifest is damaged or missing; as `pull`.
-    """
-    manifest, remote = store.manifest(name), store.folder(name)
-    if manifest is None:
-        raise CheckpointError(
-            f"{remote.url}/{catalog.MANIFEST} is missing or damaged.", fix=START_WITHOUT
-        )
-    target.mkdir(parents=True, exist_ok=True)
-    write_text(target / catalog.MANIFEST, manifest.decode(errors="replace"))
-    files = catalog.read_manifest(target).files
-    for path in target.iterdir():
-        if path.name != catalog.MANIFEST and path.name not in files:
-            path.unlink()  # of an earlier copy of the step
-    there = remote.files()
-
-    def open_file(url: str) -> IO[bytes]:
-        if f"{url.rpartition('/')[2]}{COMPRESSED}" not in there:
-            return open_remote(url)
-        zstandard = import_package("zstandard", url, extra="zstd")
-        reader: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(
-            open_remote(f"{url}{COMPRESSED}")
-        )
-        return reader
-
-    pull(
-        remote.url,
-        manifest,
-        [
-            Wanted(file, facts.bytes, partial(catalog.check_file, facts=facts))
-            for file, facts in files.items()
-            if only in ("", file)
-        ],
-        target,
-        fix="Use a different checkpoint.",
-        more_space="choose a run directory on a larger disk with --run-dir DIR",
-        progress=progress,
-        open_file=open_file,
-    )
+        if manifest is None:
+            raise Altered(f"{url}/{MANIFEST} is missing or damaged.", fix=START_WITHOUT)
+        files = catalog.manifest_in(object_or_none(manifest), step_at(name), url).files
+        pull(url, target, manifest, files, fix="Use a different checkpoint.", progress=progress)
+    except (Altered, NothingThere, CheckpointError) as error:
+        shutil.rmtree(target.with_name(target.name + PULL), ignore_errors=True)
+        progress.say(f"Checkpoint {name} at {store.url} cannot be used: {error.what}")
+        return error.what
+    return None

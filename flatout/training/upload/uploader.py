@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -23,28 +22,22 @@ from threading import Event, Thread
 
 from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError, DataError, FlatoutError, on_one_line, without_secrets
-from flatout.progress import SILENT, Progress
-from flatout.storage.files import entry_of
+from flatout.progress import Progress
+from flatout.storage.files import PART
 from flatout.storage.json_io import JsonObject
 from flatout.storage.remote.connection import Unreachable
-from flatout.storage.remote.folder import RemoteFolder
-from flatout.storage.remote.parallel import Advance, transfer_all
-from flatout.storage.remote.reading import Description
+from flatout.storage.remote.reading import open_remote
+from flatout.storage.whole import MANIFEST, beside, name_of, push
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.observers import Quiet
-from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY, append_event
+from flatout.training.run_dir.layout import EVENTS, LOGGER_STATES, SUMMARY, append_event
 from flatout.training.upload.remote import (
-    COMPRESSED,
     CONFIGURATION,
     LOGGER_FILE,
     RUN_FILES,
-    Record,
     RemoteCopy,
-    name_of,
-    read_record,
     step_at,
     upload_url,
-    write_record,
 )
 
 GRACE_S = 25.0
@@ -69,16 +62,15 @@ class Uploader(Quiet):
     `claim` comes first, then `start`, and `close` at the end.
     """
 
-    def __init__(self, run_folder: Path, url: str, *, compress: bool = False) -> None:
+    def __init__(self, run_folder: Path, url: str, config: CheckpointConfig) -> None:
         self.url = without_secrets(url)
         """The URL, for messages."""
         self._run_folder = run_folder
         self._store = RemoteCopy(url)
-        self._compress = compress
-        self._record = read_record(run_folder, url)
-        """None until it is known that the URL is free, or this run's."""
-        self._is_known = False
-        """Whether the record is what the URL has."""
+        self._config = config
+        self._is_claimed = False
+        self._there: dict[str, bool] | None = None
+        """The checkpoints there by name, and whether each is complete. None when not known."""
         self._news: SimpleQueue[tuple[str, JsonObject]] = SimpleQueue()
         self._reason: str | None = None
         """Why the last attempt failed."""
@@ -90,17 +82,29 @@ class Uploader(Quiet):
     def claim(self) -> None:
         """Check that the URL can be written and has no checkpoints of a different run.
 
-        Raises: CheckpointError when it has, or remote.json is damaged; DataError.
+        Both journals of one run begin with the same line.
+        Raises: CheckpointError when it has; DataError.
         """
-        if self._record is None:
-            if any(map(self._store.manifest, self._store.names())):
+        if any(map(self._is_whole, self._store.names())):
+            journal = self._run_folder / EVENTS
+            first = self._first_line_there()
+            if first and journal.exists() and next(journal.open("rb"), b"") != first:
                 raise CheckpointError(
                     f"{self.url} contains the checkpoints of another run.",
                     fix="Choose a run directory with a different name with --run-dir DIR, or set "
                     "a different checkpoint.upload.",
                 )
-            self._keep({})
         self._send_run_files(CONFIGURATION)
+        self._is_claimed = True
+
+    def _first_line_there(self) -> bytes | None:
+        try:
+            with open_remote(f"{self._store.url}/{EVENTS}") as file:
+                return file.readline()
+        except Unreachable:
+            raise
+        except DataError:  # missing, or not readable: the next checkpoint brings it again
+            return None
 
     def start(self, report: Report) -> None:
         """Start the thread. `report` is called in this one."""
@@ -143,7 +147,8 @@ class Uploader(Quiet):
                     break
             self._given_up.set()
         self.on_tick(0, 0)
-        unsent = sorted(step_at(name) for name in self._local() if not self._sent.get(name))
+        there = self._there or {}
+        unsent = sorted(step_at(name) for name in self._local() if not there.get(name))
         if unsent:
             reason = self._reason or "there was too little time"
             self._report("upload_pending", steps=unsent, url=self.url, reason=reason)
@@ -156,7 +161,7 @@ class Uploader(Quiet):
             is_last = self._closing.is_set()
             failed = False
             try:
-                self._send_all(with_run_files=is_last)
+                self.send_all(with_run_files=is_last)
                 self._reason = None
             except GivenUp:
                 return
@@ -170,100 +175,70 @@ class Uploader(Quiet):
 
     def _failed(self, error: Exception) -> None:
         """Report a failure, unless it is the same as before."""
-        self._is_known = False  # an unfinished request may have changed what is there
+        self._there = None  # an unfinished request may have changed what is there
         what = error.what if isinstance(error, FlatoutError) else str(error) or type(error).__name__
         reason = on_one_line(without_secrets(what)).rstrip(".")[:300]
         if reason != self._reason:
             self._news.put(("upload_failed", {"url": self.url, "reason": reason}))
         self._reason = reason
 
-    def _send_all(self, *, with_run_files: bool) -> None:
-        if self._record is None:
+    def send_all(self, *, with_run_files: bool) -> None:
+        """Send what the remote copy lacks, and delete there what the configuration does not keep.
+
+        Raises: as `push`; GivenUp.
+        """
+        if not self._is_claimed:
             self.claim()
-        if not self._is_known:
-            self._compare()
-        self._prune()
-        while (step := self._next_step()) is not None:
+        if self._there is None:
+            self._there = {name: self._is_whole(name) for name in self._store.names()}
+        self._prune(self._there)
+        while (step := self._next_step(self._there)) is not None:
             with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:
-                    self._send_checkpoint(step, source, work)
-            self._prune()
+                    self._send_checkpoint(step, source, work, self._there)
+            self._prune(self._there)
         if with_run_files:  # the summary, which marks a finished run, follows its checkpoints
             self._send_run_files(RUN_FILES)
 
-    def _compare(self) -> None:
-        """Record what is there of the checkpoints here, of what was sent, and of killed uploads."""
-        local, found = self._local(), dict[str, bool]()
-        for name in self._store.names():
-            try:
-                is_whole = self._store.manifest(name) is not None
-            except Unreachable:
-                raise
-            except DataError:  # what cannot be read back is sent again
-                is_whole = name not in local
-            if name in local or name in self._sent or not is_whole:
-                found[name] = is_whole
-        self._keep(found)
-        self._is_known = True
+    def _is_whole(self, name: str) -> bool:
+        try:
+            return self._store.manifest(name) is not None
+        except Unreachable:
+            raise
+        except DataError:  # what cannot be read back is sent again
+            return name not in self._local()
 
-    def _next_step(self) -> int | None:
+    def _next_step(self, there: dict[str, bool]) -> int | None:
         """Return the newest step here that is not uploaded."""
         self._require_time()
-        return max(
-            (step_at(name) for name in self._local() if not self._sent.get(name)), default=None
-        )
+        return max((step_at(name) for name in self._local() if not there.get(name)), default=None)
 
-    def _send_checkpoint(self, step: int, source: Path, work: Path) -> None:
+    def _send_checkpoint(self, step: int, source: Path, work: Path, there: dict[str, bool]) -> None:
         """Send a checkpoint: its files, those of the run, and its manifest last."""
-        began_s, manifest = time.monotonic(), source / catalog.MANIFEST
-        name = name_of(step, manifest.read_bytes())
-        self._keep(self._sent | {name: False})
-        remote, sizes = self._store.folder(name), list[int]()
-        sent = remote.files()
-        jobs = [
-            partial(self._send_file, remote, path, work, sent, sizes)
-            for path in sorted(source.iterdir())
-            if path.name != catalog.MANIFEST
-        ]
-        transfer_all(f"Sending step {step}", jobs, 0, SILENT)
-        self._send_run_files([file for file in RUN_FILES if file != SUMMARY])
-        self._require_time()
-        remote.send(manifest, entry_of(manifest))
-        if self._store.manifest(name) is None:  # a store without checksums altered it
-            remote.remove(catalog.MANIFEST)
-            raise remote.altered(catalog.MANIFEST)
-        self._keep(self._sent | {name: True})
+        began_s = time.monotonic()
+        name = name_of(f"step-{step}", (source / MANIFEST).read_bytes())
+        there[name] = False
+
+        def send_run_files() -> None:
+            self._send_run_files([file for file in RUN_FILES if file != SUMMARY])
+            self._require_time()
+
+        num_bytes = push(
+            source,
+            f"{self._store.url}/{name}",
+            [path.name for path in source.iterdir() if path.name != MANIFEST],
+            packed_in=work if self._config.compress else None,
+            before_manifest=send_run_files,
+            moved=self._moved,
+        )
+        there[name] = True
         seconds = round(time.monotonic() - began_s, 3)
-        fields = {"step": step, "url": self.url, "bytes": sum(sizes), "seconds": seconds}
+        fields = {"step": step, "url": self.url, "bytes": num_bytes, "seconds": seconds}
         self._news.put(("upload", fields))
 
-    def _send_file(
-        self,
-        remote: RemoteFolder,
-        path: Path,
-        work: Path,
-        sent: dict[str, Description],
-        sizes: list[int],
-        advance: Advance,
-    ) -> None:
-        def moved(num_bytes: int) -> None:
-            self._moved_s = time.monotonic()
-            self._require_time()
-            advance(num_bytes)
-
-        packed = path
-        if self._compress:
-            import zstandard
-
-            packed = work / f"{path.name}{COMPRESSED}"
-            with path.open("rb") as source, packed.open("wb") as target:
-                size = path.stat().st_size
-                zstandard.ZstdCompressor().copy_stream(source, target, size=size)
-        entry = entry_of(packed)
-        remote.send(packed, entry, sent.get(packed.name), moved)
-        sizes.append(entry.size_bytes)
-        if packed != path:
-            packed.unlink()
+    def _moved(self, num_bytes: int) -> None:
+        self._moved_s = time.monotonic()
+        self._require_time()
 
     def _send_run_files(self, names: Iterable[str]) -> None:
         """Send files of the run directory. Copies are sent: metrics and events grow meanwhile."""
@@ -274,8 +249,7 @@ class Uploader(Quiet):
             for name in (*names, *(f"{LOGGER_STATES}/{own}" for own in ids)):
                 if (self._run_folder / name).is_file():
                     copy = Path(shutil.copyfile(self._run_folder / name, Path(work) / "copy"))
-                    entry = entry_of(copy).model_copy(update={"name": name})
-                    self._store.top.send(copy, entry)
+                    self._store.top.send(copy, name)
                     self._moved_s = time.monotonic()
 
     def _require_time(self) -> None:
@@ -286,33 +260,37 @@ class Uploader(Quiet):
                 fix="Start it again: the rest is sent.",
             )
 
-    def _prune(self) -> None:
-        """Delete there what was sent from here and deleted here, once the newest is complete."""
+    def _prune(self, there: dict[str, bool]) -> None:
+        """Delete there what the configuration does not keep, once the newest here is complete.
+
+        Also what killed uploads left, and earlier copies of the steps that are here.
+        """
         local = self._local()
-        if not local or not self._sent.get(max(local, key=step_at)):
+        newest = max(local, key=step_at, default="")
+        if not there.get(newest):
             return
-        for name in self._sent.keys() - local:
-            self._store.delete(name)
-        self._keep({name: is_whole for name, is_whole in self._sent.items() if name in local})
+        best, sent = None, {step_at(name) for name in local if there.get(name)}
+        with suppress(CheckpointError):
+            best = catalog.best_step_of(catalog.checkpoint_path(self._run_folder, step_at(newest)))
+        kept = catalog.kept(
+            {step_at(name) for name in there if there[name]},
+            catalog.newest_to_keep(self._config),
+            best,
+            self._config.keep_every,
+        )
+        for name in there.keys() - local:
+            if not there[name] or step_at(name) in sent or step_at(name) not in kept:
+                self._store.delete(name)
+                del there[name]
 
     def _local(self) -> set[str]:
         """Return the names that the run directory's checkpoints have in the remote copy."""
         found = set()
         for step in catalog.steps(self._run_folder):
             with suppress(FileNotFoundError):  # deleted meanwhile
-                path = catalog.checkpoint_path(self._run_folder, step) / catalog.MANIFEST
-                found.add(name_of(step, path.read_bytes()))
+                path = catalog.checkpoint_path(self._run_folder, step)
+                found.add(name_of(path.name, (path / MANIFEST).read_bytes()))
         return found
-
-    @property
-    def _sent(self) -> dict[str, bool]:
-        return self._record.sent if self._record else {}
-
-    def _keep(self, sent: dict[str, bool]) -> None:
-        """Store what is there, by name."""
-        if self._record is None or sent != self._record.sent:
-            self._record = Record(url=self._store.url, sent=sent)
-            write_record(self._run_folder, self._record)
 
 
 @contextmanager
@@ -322,7 +300,7 @@ def _pinned(checkpoint: Path) -> Iterator[tuple[Path | None, Path]]:
     The former has hard links, so that deleting the checkpoint does not end its upload. Where the
     file system has none, it is the checkpoint itself. It is None when the checkpoint is gone.
     """
-    work = checkpoint.with_name(f"{checkpoint.name}.tmp-upload-{secrets.token_hex(4)}")
+    work = beside(checkpoint, f"{PART}-upload")
     links = work / "files"
     links.mkdir(parents=True)
     try:
@@ -349,7 +327,7 @@ def claimed(
     url = upload_url(config.upload, run_folder)
     if url is None:
         return None
-    uploader = Uploader(run_folder, url, compress=config.compress is not None)
+    uploader = Uploader(run_folder, url, config)
     try:
         uploader.claim()
     except Unreachable as error:

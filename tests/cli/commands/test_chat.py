@@ -79,7 +79,7 @@ def test_an_export_answers_as_its_run_does(run, tmp_path, to):
 def test_a_model_without_a_tokenizer_or_a_template_is_rejected(run, tmp_path):
     made = Path(export(run, "huggingface", tmp_path / "export").path)
     settings = json.loads((made / "tokenizer_config.json").read_text())
-    (made / "flatout.json").unlink()
+    (made / "manifest.json").unlink()
     (made / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
     with pytest.raises(ConfigError, match="has no chat template"):
         chat(made, lines=["Hi\n"])

@@ -13,8 +13,8 @@ from flatout.config.registry import MODELS
 from flatout.data.conversation.templates import CHAT_TEMPLATE, named_template
 from flatout.errors import OutputInUse
 from flatout.inference.export.destination import require_free
-from flatout.models.families.export_mark import MARK
 from flatout.models.families.source import ForeignWeights, find_model
+from flatout.storage.whole import MANIFEST
 from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import read_weights
 
@@ -43,9 +43,9 @@ def test_safetensors_have_flatouts_names_and_are_read_again(make_run, export_to)
 
 def test_the_mark_says_what_was_exported(make_run, export_to):
     out, _ = export_to(make_run("gpt2", SHAPES["gpt2"]))
-    mark = json.loads((out / MARK).read_text())
+    mark = json.loads((out / MANIFEST).read_text())
     assert (mark["format_version"], mark["to"], mark["run"], mark["step"]) == (
-        1,
+        2,
         "huggingface",
         "gpt2",
         0,
@@ -87,7 +87,7 @@ def test_an_export_survives_a_kill_at_every_rename(make_run, export_to, tmp_path
     program = """if True:
         import os, sys
         from pathlib import Path
-        from flatout.inference.export.destination import whole_folder
+        from flatout.storage.whole import replacing
         rename, left = Path.rename, [int(sys.argv[2])]
         def killed(self, target):
             if not left[0]:
@@ -95,18 +95,18 @@ def test_an_export_survives_a_kill_at_every_rename(make_run, export_to, tmp_path
             left[0] -= 1
             return rename(self, target)
         Path.rename = killed
-        with whole_folder(Path(sys.argv[1])) as folder:
-            (folder / sys.argv[3]).write_text("{}")
+        with replacing(Path(sys.argv[1])) as folder:
+            (folder / sys.argv[3]).write_text('{"to": "x", "files": []}')
     """
     for renames in (0, 1):
-        words = [sys.executable, "-c", program, str(out), str(renames), MARK]
+        words = [sys.executable, "-c", program, str(out), str(renames), MANIFEST]
         assert subprocess.run(words, check=False).returncode == 9
         with pytest.raises(OutputInUse, match="already contains an export"):
             export_to(run)
         assert contents(out) == before
     words[-2] = "2"  # the new one is in place, the earlier one is not deleted yet
     assert subprocess.run(words, check=False).returncode == 9
-    assert [*contents(out)] == [MARK]
+    assert [*contents(out)] == [MANIFEST]
     export_to(run, overwrite=True)
     assert [path.name for path in tmp_path.glob("*llama-*")] == [out.name]
 

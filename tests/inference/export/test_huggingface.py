@@ -101,7 +101,7 @@ def test_the_files_of_an_export(make_run, export_to):
     assert sorted(path.name for path in out.iterdir()) == [
         "README.md",
         "config.json",
-        "flatout.json",
+        "manifest.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",

@@ -50,7 +50,7 @@ def test_models_of_other_programs_are_distinguished_from_runs(theirs, tmp_path):
     assert is_foreign(str(tmp_path / "only" / "ckpt.pt"))
     (tmp_path / "only" / "train.bin").write_bytes(bytes(range(256)))
     assert not is_foreign(str(tmp_path / "only" / "train.bin"))
-    for name in ("config.yaml", "manifest.json"):
+    for name in ("config.yaml", "index.json"):
         (theirs / name).write_text("")
         assert not is_foreign(str(theirs))
         (theirs / name).unlink()

@@ -3,16 +3,15 @@ import hashlib
 import pytest
 
 from flatout.errors import DataError
-from flatout.storage.remote import connection, download, reading
+from flatout.storage.remote import connection, download
 
 CONTENT = bytes(range(256)) * 100
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 @pytest.fixture(autouse=True)
-def small_blocks_and_no_pauses(monkeypatch, web):
+def no_pauses(monkeypatch, web):
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 10_000)
     web.files["/input.txt"] = CONTENT
 
 
@@ -23,11 +22,6 @@ def fetch(web, target):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def first_bytes(web):
-    """The offset that each request started at."""
-    return [int(asked.removeprefix("bytes=").partition("-")[0]) for _, asked in web.asked]
 
 
 def test_a_file_is_downloaded_once(web, tmp_path):
@@ -46,48 +40,13 @@ def test_a_changed_file_is_downloaded_again(web, tmp_path):
     assert (tmp_path / "input.txt").read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("fault", [1000, "503", "429"])
-def test_only_the_block_that_failed_is_requested_again(web, tmp_path, fault):
-    web.faults = [None, fault, fault]
-    fetch(web, tmp_path / "input.txt")
-    assert (tmp_path / "input.txt").read_bytes() == CONTENT
-    assert first_bytes(web) == [0, 10_000, 10_000, 10_000, 20_000]
-
-
+@pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("faults", [[], ["503", "429"]])
-def test_a_server_without_ranges_sends_the_whole_file(web, tmp_path, faults):
-    web.ranges = False
-    web.faults = [None, *faults]
+def test_a_failed_request_is_tried_again(web, tmp_path, ranges, faults):
+    web.ranges, web.faults = ranges, [*faults]
     fetch(web, tmp_path / "input.txt")
     assert (tmp_path / "input.txt").read_bytes() == CONTENT
-
-
-def test_the_next_call_resumes(web, tmp_path):
-    web.faults = [None, *["500"] * 5]
-    with pytest.raises(
-        DataError, match=r"at byte 10,000: 500.*first 10,000 bytes are kept.*--from"
-    ):
-        fetch(web, tmp_path / "input.txt")
-    assert names(tmp_path) == ["input.txt.part"]
-    web.asked.clear()
-    fetch(web, tmp_path / "input.txt")
-    assert first_bytes(web) == [10_000, 20_000]
-    assert (tmp_path / "input.txt").read_bytes() == CONTENT
-
-
-def test_a_partial_file_of_other_content_restarts_the_download(web, tmp_path):
-    (tmp_path / "input.txt.part").write_bytes(b"other" * 100)
-    fetch(web, tmp_path / "input.txt")
-    assert (tmp_path / "input.txt").read_bytes() == CONTENT
-    assert first_bytes(web)[0] == 500
-    assert 0 in first_bytes(web)
-
-
-@pytest.mark.parametrize("left", [CONTENT, CONTENT + b"more"])
-def test_a_partial_file_as_long_as_the_file_or_longer_is_handled(web, tmp_path, left):
-    (tmp_path / "input.txt.part").write_bytes(left)
-    fetch(web, tmp_path / "input.txt")
-    assert (tmp_path / "input.txt").read_bytes() == CONTENT
+    assert names(tmp_path) == ["input.txt"]
 
 
 def test_a_file_that_does_not_match_the_checksum_is_removed(web, tmp_path):

@@ -1,7 +1,5 @@
 """Checkpoints: saved and loaded bit for bit, and rejected when they are damaged or do not fit."""
 
-import json
-
 import pytest
 import torch
 from stand_in import Core, build, outcome, train
@@ -43,9 +41,7 @@ def test_no_file_is_a_pickle_and_every_file_is_in_the_manifest(tmp_path):
         "state.json",
         "manifest.json",
     }
-    assert set(json.loads((path / "manifest.json").read_text())["files"]) == names - {
-        "manifest.json"
-    }
+    assert {file.name for file in catalog.read_manifest(path).files} == names - {"manifest.json"}
 
 
 def test_optimizer_state_is_matched_by_name_not_by_order(tmp_path):
@@ -101,24 +97,24 @@ def test_ranks_that_check_a_checkpoint_together_read_each_file_once(tmp_path):
     assert sum(map(len, parts)) == len(together) == len(catalog.read_manifest(path).files)
     weights = next(path.glob("model-*"))
     weights.write_bytes(bytes(weights.stat().st_size))
-    assert catalog.verify(path, check=catalog.check_with(together)) == [], "read before the damage"
+    assert catalog.verify(path, known=together) == [], "read before the damage"
     del together[weights]
-    (problem,) = catalog.verify(path, check=catalog.check_with(together))
+    (problem,) = catalog.verify(path, known=together)
     assert str(weights) in problem
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_file_is_found_by_name(tmp_path, damage):
     _, path = saved(tmp_path)
-    for name in catalog.read_manifest(path).files:
-        file = path / name
+    for entry in catalog.read_manifest(path).files:
+        file = path / entry.name
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         changed = {"flip": content, "cut": content[:-1], "remove": None}[damage]
         file.rename(tmp_path / "kept")
         if changed is not None:
             file.write_bytes(changed)
-        assert any(name in problem for problem in catalog.verify(path))
+        assert any(file.name in problem for problem in catalog.verify(path))
         (tmp_path / "kept").replace(file)
     assert catalog.verify(path) == []
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from fakes import restate
 from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError
@@ -37,13 +38,7 @@ def transplant(part, donor, path):
         facts["values"][part.name] = donor_facts["values"][part.name]
     (path / "index.json").write_text(json.dumps(index))
     (path / "state.json").write_text(json.dumps(facts))
-    update_manifest(path)
-
-
-def update_manifest(path):
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {name: savers.facts(path / name) for name in manifest["files"]}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    restate(path)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +153,7 @@ def test_load_rejects_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_pat
     facts = json.loads((copy / "state.json").read_text())
     facts["values"].pop(part.name, None)
     (copy / "state.json").write_text(json.dumps(facts))
-    update_manifest(copy)
+    restate(copy)
     with pytest.raises(CheckpointError, match=f"no {part.name}"):
         read_write.load(build(tmp_path), copy)
 

@@ -1,13 +1,12 @@
 """Runs, their metrics and checkpoints by name, and the errors for unknown names."""
 
-import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
-from fakes import Recorder
+from fakes import Recorder, restate
 
 import flatout
 from flatout.config.schema import RunConfig
@@ -36,14 +35,11 @@ def test_checkpoints_by_name(fox_run):
 
 def with_best_step(checkpoint, step):
     """Rewrite a checkpoint so that `step` had the lowest validation loss."""
-    state, manifest = checkpoint / "state.json", checkpoint / "manifest.json"
-    document, facts = json.loads(state.read_text()), json.loads(manifest.read_text())
+    state = checkpoint / "state.json"
+    document = json.loads(state.read_text())
     document["values"]["best"]["step"] = step
     state.write_text(json.dumps(document))
-    content = state.read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    facts["files"]["state.json"] |= {"bytes": len(content), "sha256": sha256}
-    manifest.write_text(json.dumps(facts))
+    restate(checkpoint)
 
 
 def test_a_best_step_without_a_checkpoint_is_an_error_only_if_it_was_asked_for(fox_run, tmp_path):

@@ -135,10 +135,10 @@ def make(root, saved=None, damaged=(), half=(), replaced=(), stored=STORED, stat
     for step in damaged:
         (run / f"checkpoints/step-{step}/state.json").write_bytes(b"y")
     for step in half:
-        (run / f"checkpoints/step-{step}.tmp-aa").mkdir(parents=True)
+        (run / f"checkpoints/step-{step}.part-aa").mkdir(parents=True)
     for step in replaced:
         path = run / f"checkpoints/step-{step}"
-        path.rename(path.with_name(f"{path.name}.tmp-old-aa"))
+        path.rename(path.with_name(f"{path.name}.old-aa"))
     if "summary" in more:
         layout.write_summary(run, more["summary"])
     if "origin" in more:

@@ -179,7 +179,7 @@ def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
         patched.setattr(type(store), "cat_file", fail)
         with pytest.raises(DataError, match="away"):
             restore()
-    kept = lost.path / "checkpoints" / "step-2.tmp-restore" / "step-2"
+    kept = lost.path / "checkpoints" / "step-2.part-restore" / "step-2"
     (kept / "model.safetensors").write_bytes(b"weights of 2")
     (kept / "index.json.1234.part").write_bytes(b"half")
     store.asked.clear()
