@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from flatout.cli.commands.plan import plan
     from flatout.cli.commands.prepare import prepare
     from flatout.cli.commands.profile import profile
+    from flatout.cli.commands.pull import pull
+    from flatout.cli.commands.push import push
     from flatout.cli.commands.report import report
     from flatout.cli.commands.runs import runs
     from flatout.cli.commands.train import train
@@ -83,6 +85,8 @@ __all__ = [
     "plan",
     "prepare",
     "profile",
+    "pull",
+    "push",
     "report",
     "runs",
     "sample",

@@ -13,8 +13,8 @@ from write_log import TRACE, Disk, everything, names_first, only_synced, torn, w
 
 from flatout.data.store.verify import verify_dataset
 from flatout.errors import FlatoutError
+from flatout.storage.whole import name_of
 from flatout.training.checkpoint import catalog
-from flatout.training.upload.remote import name_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -145,7 +145,7 @@ def test_a_power_loss_during_uploads_loses_neither_the_run_nor_its_remote_copy(
         local = {
             path.name: path.read_bytes() for path in (disk / "run/checkpoints/step-4").iterdir()
         }
-        newest = disk / "backup" / "run" / name_of(4, local["manifest.json"])
+        newest = disk / "backup" / "run" / name_of("step-4", local["manifest.json"])
         if {path.name: path.read_bytes() for path in newest.glob("*")} != local:
             problems.append("the remote copy lacks the last checkpoint")
         shutil.rmtree(disk / "run")

@@ -120,7 +120,7 @@ def test_a_kill_between_two_file_operations_of_an_upload_loses_nothing(victim, t
     def uploading(name):
         return UploadingRun(target, tmp_path / name)
 
-    places = ("/backup/run", ".part-upload-", "/run/remote.json")
+    places = ("/backup/run", ".part-upload-")
     for one in killed_at_calls(uploading, CALLS, places, KILLS_PER_CALL, tmp_path):
         kills += 1
         problems += after_a_kill(one, kills)

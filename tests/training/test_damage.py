@@ -144,7 +144,7 @@ def test_every_damaged_key_is_tolerated_or_rejected_with_a_fix(
     [
         ('"files"', '"fhles"'),
         ('"state.json"', '"ctate.json"'),
-        ('"bytes"', '"bxtes"'),
+        ('"size_bytes"', '"sixe_bytes"'),
         ('"step"', '"rtep"'),
     ],
 )

@@ -18,7 +18,6 @@ RUN/
 ├── checkpoints/      see checkpoint/read_write.py; it may be a link to a directory on another disk
 ├── watchdog.txt      written when a run makes no progress: the stacks of its threads, by rank
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
-├── remote.json       with checkpoint.upload: see upload/remote.py
 └── lock              locked while a process trains, with its pid and host
 """
 
@@ -65,7 +64,6 @@ SKIPPED = "train/skipped_steps"
 """All bad steps of the run so far. A record has it if there were any."""
 DIVERGENCE = "divergence.json"
 LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog.txt"
-REMOTE = "remote.json"
 WRITTEN = (
     CONFIG,
     REQUESTED,
@@ -83,7 +81,6 @@ WRITTEN = (
     WANDB_FILES,
     WATCHDOG,
     ORIGIN,
-    REMOTE,
     LOCK,
 )
 """Files and directories that a run writes in its directory. None may be a link, so that a run

@@ -98,7 +98,7 @@ class RemoteCopy:
         """Delete a checkpoint, its manifest first, so that no half of it counts."""
         folder = RemoteFolder(f"{self.url}/{name}")
         folder.remove(MANIFEST)
-        folder.delete()
+        folder.remove()
 
 
 def step_at(name: str) -> int:

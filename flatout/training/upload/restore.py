@@ -98,6 +98,16 @@ def restore_lost(
         _fetch_missing(store, CONFIGURATION, copy)
         _require_same_settings(copy, url, saved, requested)
         _restore_config(copy, folder, requested, trust_code)
+    fetch_run(store, folder, progress)
+    return True
+
+
+def fetch_run(store: RemoteCopy, folder: Path, progress: Progress) -> None:
+    """Fetch the newest complete checkpoint of a run, the best one, and its files that are missing.
+
+    Raises: CheckpointError when no checkpoint there is usable; DataError when the server fails.
+    """
+    url, names = store.url, store.names()
     ids = filter(LOGGER_FILE.fullmatch, RemoteFolder(f"{url}/{layout.LOGGER_STATES}").files())
     loggers = [f"{layout.LOGGER_STATES}/{own}" for own in ids]
     _fetch_missing(store, (*RUN_FILES, *loggers), folder)
@@ -123,7 +133,6 @@ def restore_lost(
         damage = damage_of(folder, checkpoint)
         if damage is not None:
             progress.say(damage)
-    return True
 
 
 def _saved(checkpoint: Path) -> str:

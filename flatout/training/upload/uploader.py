@@ -88,7 +88,7 @@ class Uploader(Quiet):
         if any(map(self._is_whole, self._store.names())):
             journal = self._run_folder / EVENTS
             first = self._first_line_there()
-            if first and journal.exists() and next(journal.open("rb"), b"") != first:
+            if first and journal.exists() and not journal.read_bytes().startswith(first):
                 raise CheckpointError(
                     f"{self.url} contains the checkpoints of another run.",
                     fix="Choose a run directory with a different name with --run-dir DIR, or set "
@@ -182,8 +182,10 @@ class Uploader(Quiet):
             self._news.put(("upload_failed", {"url": self.url, "reason": reason}))
         self._reason = reason
 
-    def send_all(self, *, with_run_files: bool) -> None:
-        """Send what the remote copy lacks, and delete there what the configuration does not keep.
+    def send_all(self, *, with_run_files: bool) -> int:
+        """Send what the remote copy lacks, and return the bytes.
+
+        What the configuration does not keep is deleted there.
 
         Raises: as `push`; GivenUp.
         """
@@ -191,14 +193,16 @@ class Uploader(Quiet):
             self.claim()
         if self._there is None:
             self._there = {name: self._is_whole(name) for name in self._store.names()}
+        num_bytes = 0
         self._prune(self._there)
         while (step := self._next_step(self._there)) is not None:
             with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:
-                    self._send_checkpoint(step, source, work, self._there)
+                    num_bytes += self._send_checkpoint(step, source, work, self._there)
             self._prune(self._there)
         if with_run_files:  # the summary, which marks a finished run, follows its checkpoints
             self._send_run_files(RUN_FILES)
+        return num_bytes
 
     def _is_whole(self, name: str) -> bool:
         try:
@@ -213,7 +217,7 @@ class Uploader(Quiet):
         self._require_time()
         return max((step_at(name) for name in self._local() if not there.get(name)), default=None)
 
-    def _send_checkpoint(self, step: int, source: Path, work: Path, there: dict[str, bool]) -> None:
+    def _send_checkpoint(self, step: int, source: Path, work: Path, there: dict[str, bool]) -> int:
         """Send a checkpoint: its files, those of the run, and its manifest last."""
         began_s = time.monotonic()
         name = name_of(f"step-{step}", (source / MANIFEST).read_bytes())
@@ -235,6 +239,7 @@ class Uploader(Quiet):
         seconds = round(time.monotonic() - began_s, 3)
         fields = {"step": step, "url": self.url, "bytes": num_bytes, "seconds": seconds}
         self._news.put(("upload", fields))
+        return num_bytes
 
     def _moved(self, num_bytes: int) -> None:
         self._moved_s = time.monotonic()

@@ -6,9 +6,10 @@ import pytest
 from fakes import fake_checkpoint
 
 from flatout.config.schema import load_config
+from flatout.config.sections import CheckpointConfig
 from flatout.progress import SILENT
+from flatout.storage.whole import name_of
 from flatout.training.run_dir import layout
-from flatout.training.upload.remote import name_of
 from flatout.training.upload.uploader import Uploader
 
 URL = "faulty://bucket/runs"
@@ -24,6 +25,7 @@ class Directory:
         self.uploaders = []
         layout.write_config(path, load_config(None, [f"checkpoint.upload={URL}"]))
         (path / "metrics.jsonl").write_text('{"step": 1}\n')
+        layout.append_event(path, "start")
 
     def checkpoint(self, step, **content):
         """Write a fake checkpoint."""
@@ -32,7 +34,7 @@ class Directory:
     def there(self, step):
         """Return the directory of a checkpoint in the store."""
         manifest = self.path / "checkpoints" / f"step-{step}" / "manifest.json"
-        return f"/bucket/runs/run/{name_of(step, manifest.read_bytes())}"
+        return f"/bucket/runs/run/{name_of(f'step-{step}', manifest.read_bytes())}"
 
     def report(self, kind, **fields):
         """Record an event."""
@@ -40,7 +42,8 @@ class Directory:
 
     def started(self, **options):
         """Return a claimed and started uploader."""
-        uploader = Uploader(self.path, self.url, **options)
+        config = CheckpointConfig(**{"upload": URL, "keep": 1} | options)
+        uploader = Uploader(self.path, self.url, config)
         uploader.claim()
         uploader.start(self.report)
         self.uploaders.append(uploader)

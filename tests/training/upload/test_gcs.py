@@ -11,8 +11,8 @@ import fsspec
 import pytest
 
 from flatout.errors import Stopped
+from flatout.storage.whole import name_of
 from flatout.training.run import run_training
-from flatout.training.upload.remote import name_of
 
 pytestmark = pytest.mark.slow
 URL = "gs://corpus/runs"
@@ -65,6 +65,6 @@ def test_a_lost_run_comes_back_from_google_cloud_storage(
     assert events(run, "restore")[0]["step"] == 3
     found = {path.removeprefix("corpus/runs/run/") for path in gcs.find("corpus/runs/run")}
     local = run / "checkpoints" / "step-6"
-    copy = name_of(6, (local / "manifest.json").read_bytes())
+    copy = name_of("step-6", (local / "manifest.json").read_bytes())
     assert {f"{copy}/{path.name}" for path in local.iterdir()} <= found
     assert not any(path.startswith("step-3-") for path in found), "deleted here, deleted there"

@@ -11,7 +11,6 @@ from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
-from flatout.training.upload.remote import read_record
 from flatout.training.upload.restore import restore_lost
 
 URL = "faulty://bucket/runs"
@@ -51,8 +50,8 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
     assert catalog.latest(lost.path).name == "step-2"
     assert layout.read_config(lost.path).checkpoint.upload == URL
     names = {path.name for path in lost.path.iterdir()}
-    assert {"metrics.jsonl", "tokenizer.json", "origin.json", "remote.json"} <= names
-    assert [event["event"] for event in layout.read_events(lost.path)] == ["restore"]
+    assert {"metrics.jsonl", "tokenizer.json", "origin.json"} <= names
+    assert [event["event"] for event in layout.read_events(lost.path)] == ["start", "restore"]
     assert messages.lines[-1] == (
         f"Restored {lost.path} from {URL}/run: step 2, saved 2023-11-14 22:13:20 UTC on a."
     )
@@ -86,12 +85,11 @@ def test_a_restored_run_continues_its_remote_copy(lost, restore, uploaded):
     lost.checkpoint(3, state=STATE)
     lost.send()
     assert lost.of_kind("upload") == [3]
-    assert len(read_record(lost.path, f"{URL}/run").sent) == 3
     lost.delete(2)
     lost.checkpoint(4, state=STATE)
     lost.send()
     assert uploaded(2) == set()
-    assert "manifest.json" in uploaded(1)
+    assert "manifest.json" in uploaded(1), "the best one"
 
 
 def test_a_run_that_has_a_checkpoint_is_left_alone(run, restore, store):
@@ -104,12 +102,11 @@ def test_a_run_that_has_a_checkpoint_is_left_alone(run, restore, store):
 
 def test_an_empty_remote_copy_restores_nothing(run, restore):
     assert restore() == []
-    assert not (run.path / "remote.json").exists()
 
 
 def test_compressed_checkpoints_come_back(run, restore):
     path = run.checkpoint(1, state=STATE, model=b"a" * 100_000)
-    run.send(compress=True)
+    run.send(compress="zstd")
     shutil.rmtree(run.path)
     run.path.mkdir()
     assert restore() == [1]
@@ -140,7 +137,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_comes_back(
 def test_a_compressed_file_may_not_be_larger_than_its_manifest_says(run, restore, store, messages):
     run.checkpoint(1, state=STATE)
     run.checkpoint(2, state=STATE)
-    run.send(compress=True)
+    run.send(compress="zstd")
     there = run.there(2)
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
     for name in ("model.safetensors", "state.json"):
@@ -179,7 +176,7 @@ def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
         patched.setattr(type(store), "cat_file", fail)
         with pytest.raises(DataError, match="away"):
             restore()
-    kept = lost.path / "checkpoints" / "step-2.part-restore" / "step-2"
+    kept = lost.path / "checkpoints" / "step-2.pull"
     (kept / "model.safetensors").write_bytes(b"weights of 2")
     (kept / "index.json.1234.part").write_bytes(b"half")
     store.asked.clear()

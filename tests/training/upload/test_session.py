@@ -6,11 +6,12 @@ import pytest
 
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.progress import SILENT
+from flatout.storage.whole import name_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
 from flatout.training.run_dir.lock import run_state
-from flatout.training.upload.remote import RemoteCopy, name_of, step_at
+from flatout.training.upload.remote import RemoteCopy, step_at
 from flatout.training.upload.uploader import GRACE_S, sending
 
 pytestmark = pytest.mark.slow
@@ -83,7 +84,8 @@ def test_a_rejected_start_keeps_the_results_and_records_its_exit_code(tiny_confi
     run_training(config, tmp_path / "run")
     before = read_summary(tmp_path / "run")
     assert run_state(tmp_path / "run") == "finished"
-    store.pipe_file(f"/bucket/runs/run/{name_of(1, b'theirs')}/manifest.json", b"theirs")
+    store.pipe_file(f"/bucket/runs/run/{name_of('step-1', b'theirs')}/manifest.json", b"theirs")
+    store.pipe_file("/bucket/runs/run/events.jsonl", b"theirs")
     longer = config.with_values({"train.steps": 4, "checkpoint.upload": URL})
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
         run_training(longer, tmp_path / "run")

@@ -1,7 +1,6 @@
 """What is uploaded, in which order, and what happens when that fails."""
 
 import hashlib
-import json
 from pathlib import Path
 from threading import Event
 
@@ -10,7 +9,7 @@ import pytest
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT
 from flatout.training.upload import uploader as module
-from flatout.training.upload.remote import RemoteCopy, name_of
+from flatout.training.upload.remote import RemoteCopy
 from flatout.training.upload.uploader import GivenUp, Uploader
 
 FILES = {"index.json", "manifest.json", "model.safetensors", "state.json"}
@@ -105,15 +104,24 @@ def test_what_is_deleted_here_is_deleted_there_once_a_newer_one_is_complete(run,
     assert (uploaded(2), uploaded(3)) == (set(), FILES)
 
 
-def test_the_remote_copy_keeps_what_this_directory_has_not_sent(run, store, uploaded):
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        ({"keep": 1}, {3}),
+        ({"keep": 2}, {2, 3}),
+        ({"keep": 1, "keep_every": 2}, {2, 3}),
+        ({"keep": "all"}, {1, 2, 3}),
+    ],
+)
+def test_the_remote_copy_keeps_what_the_configuration_keeps(run, uploaded, config, left):
     """After a restore, older checkpoints are there only."""
-    run.checkpoint(2)
-    run.send()
-    store.pipe_file(f"/bucket/runs/run/{name_of(1, b'{}')}/manifest.json", b"{}")
-    run.checkpoint(3)
-    run.send()
-    assert run.of_kind("upload") == [3]
-    assert uploaded(1) == {"manifest.json"}
+    for step in (1, 2, 3):
+        run.checkpoint(step)
+        run.send(keep="all")
+    run.delete(1)
+    run.delete(2)
+    run.send(**config)
+    assert {step for step in (1, 2, 3) if uploaded(step)} == left
 
 
 def test_other_files_there_are_left_alone(run, store):
@@ -230,14 +238,14 @@ def test_a_server_that_takes_nothing_holds_a_finished_run_for_a_bounded_time(
 def test_a_remote_copy_of_another_run_is_rejected(run, store, tmp_path):
     run.checkpoint(5)
     run.send()
-    (run.path / "remote.json").unlink()
+    (run.path / "events.jsonl").write_text('{"event": "start"}\n')
     with pytest.raises(CheckpointError, match="runs/run contains the checkpoints of another run"):
         run.started()
 
 
 def test_compressed_files_have_another_name_and_the_same_manifest(run, store, uploaded):
     path = run.checkpoint(5, model=b"a" * 100_000)
-    run.send(compress=True)
+    run.send(compress="zstd")
     assert uploaded(5) == {
         "index.json.zst",
         "manifest.json",
@@ -275,26 +283,12 @@ def test_a_file_that_arrives_damaged_is_sent_again(run, store, monkeypatch, uplo
     monkeypatch.setattr(type(store), "put_file", damaging)
     run.checkpoint(5)
     uploader = run.started()
-    while not any(uploader._sent.values()):
+    while not any((uploader._there or {}).values()):
         uploader._thread.join(0.01)
     uploader.close(SILENT)
     assert damaged
     assert "differs from the file that was sent" in run.of_kind("upload_failed", "reason")[0]
     assert store.cat(f"{run.there(5)}/model.safetensors") == b"weights of 5"
-
-
-def test_what_was_sent_just_before_a_kill_is_deleted_there_too(run, store, uploaded):
-    """The kill comes between the manifest there and the record here."""
-    run.checkpoint(1)
-    run.send()
-    record = run.path / "remote.json"
-    stored = json.loads(record.read_text())
-    assert [*stored["sent"].values()] == [True]
-    record.write_text(json.dumps(stored | {"sent": dict.fromkeys(stored["sent"], False)}))
-    run.delete(1)
-    run.checkpoint(2)
-    run.send()
-    assert (uploaded(1), uploaded(2)) == (set(), FILES)
 
 
 def test_what_a_kill_left_in_the_remote_copy_is_deleted_at_the_next_start(
