@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def amount(number: float, unit: str = "") -> str:
 
     A unit in the plural loses its `s` after 1.
     """
-    if unit in {"bytes", "B"}:
+    if unit == "bytes":
         for step, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
             if number >= step:
                 return f"{number / step:.1f} {name}"
@@ -264,8 +265,7 @@ def _table_lines(table: Table, width: int | None) -> list[str]:
     lines = []
     for row in rows:
         cells = [wrap(text, size) for text, size in zip(row, widths, strict=True)]
-        for number in range(max(map(len, cells))):
-            texts = (cell[number] if number < len(cell) else "" for cell in cells)
+        for texts in zip_longest(*cells, fillvalue=""):
             parts = map(_padded, texts, widths, aligns)
             lines.append("  ".join(parts))
     return [*title, *lines]

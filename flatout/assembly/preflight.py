@@ -14,7 +14,7 @@ from flatout.data.store.mix import AnyDataset, members_of, open_data
 from flatout.errors import ConfigError, DataError, MissingPackage, without_secrets
 from flatout.hardware.machine import Machine, check_device_name, machine_named
 from flatout.optim.schedule import factor
-from flatout.progress import SILENT, Progress, counted
+from flatout.progress import counted
 from flatout.storage.recognised import require_local
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.urls import is_local, is_url, protocol_of
@@ -23,7 +23,7 @@ DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimizer step if the configuration sets none of the three batch keys."""
 
 
-def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
+def check(config: RunConfig) -> None:
     """Check that a configuration's names and paths exist and that its data is long enough.
 
     Raises: ConfigError, HardwareError or DataError that names the invalid setting.
@@ -33,7 +33,7 @@ def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
     check_paths(config)
     check_device_name(config.train.device)
     try:
-        open_dataset(config, progress=progress)
+        open_dataset(config)
     except (ConfigError, DataError):
         if MODELS.unstated(config.model.kind, config.model.own()):  # costs an import of torch
             from flatout.models.language_model import model_of
@@ -126,11 +126,11 @@ def require_machine(config: RunConfig, machine: str) -> Machine:
     return named
 
 
-def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDataset:
-    """Open the dataset or mix of a configuration. Datasets at a URL are downloaded first.
+def open_dataset(config: RunConfig) -> AnyDataset:
+    """Open the dataset or mix of a configuration.
 
-    Raises: ConfigError when it names none; DataError when one is not a dataset, cannot be
-            downloaded, or is shorter than one sequence.
+    Raises: ConfigError when it names none; DataError when one is not a dataset, or is shorter than
+            one sequence.
     """
     data, seq_len = open_data(config.data), config.data.seq_len
     for part in members_of(data):

@@ -165,7 +165,7 @@ def call(words: list[str], display: contextlib.ExitStack, as_json: bool) -> int:
     display.callback(terminal.close)
     progress = terminal if is_main else SILENT
     if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        count = command.processes(**_wanted(command.processes, values | {"progress": progress}))
+        count = command.processes(**_wanted(command.processes, values))
         if count > 1:
             import tempfile
 

@@ -233,13 +233,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def entry_of(path: Path) -> FileEntry:
-    """Return the entry of an existing file."""
-    with path.open("rb") as file:
-        crcs = tuple(zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
-    return FileEntry(name=path.name, size_bytes=path.stat().st_size, block_crc32=crcs)
-
-
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal. Other threads run meanwhile."""
     with os.fdopen(open_regular(path), "rb") as file:

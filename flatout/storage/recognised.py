@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
+import json
 import os
 import re
 import stat
@@ -16,8 +16,6 @@ from flatout.errors import ConfigError, UsageError, in_shell
 
 CHUNK_NAME = re.compile(r"chunk_(\d+)\.pt")
 """Name of a token file that `flatout import` reads."""
-_SHARD_NAME = re.compile(r"(train|val)-(\d+(\.mask)?|documents)\.bin")
-"""Names of the files of a prepared dataset."""
 HEAD_BYTES = 4096
 """Bytes of a file that are read to recognise it."""
 MOST_ENTRIES = 1000
@@ -43,13 +41,6 @@ _BY_HAND = (
 )
 _MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 """Start of an index of Megatron."""
-_WIDE_ENCODINGS = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
-_MOST_IDS = 1 << 20
-"""Approximate size of the largest vocabularies in use. Larger numbers are not taken for tokens."""
-_MOST_SHORT_IDS = 60_000
-"""The same for ids of two bytes: in other binary files, some numbers are larger."""
-_LEAST_IDS = 16
-"""Different ids that make a file look like tokens."""
 ADDRESS_FIX = (
     "Give a local path: `flatout pull URL DIR` fetches a directory from a store, and `flatout push "
     "DIR URL` sends one."
@@ -80,6 +71,24 @@ _BESIDE = frozenset({".json", ".pkl", ".md"})
 """Suffixes of files next to those."""
 
 
+_TRAIN_ON_IT = "Train on it: `flatout train RECIPE data.path={}`."
+_WHOLE = {
+    "run": (
+        "a run directory",
+        "Use it with `flatout generate {0}`, or start from its weights: train.init_from={0}.",
+    ),
+    "checkpoint": (
+        "a checkpoint",
+        "Start from its weights, train.init_from={0}, or resume from it, --resume {0}.",
+    ),
+    "export": (
+        "an export",
+        "Start a run from its weights: train.init_from={0}. Or score one for transformers on "
+        "tasks: `lm_eval --model hf --model_args pretrained={0} --tasks hellaswag`.",
+    ),
+    "dataset": ("a prepared dataset", _TRAIN_ON_IT),
+}
+"""The name of each directory of flatout, and what to do with it."""
 _SHARDS = {b'"column_encodings"': "MDS shards", b'"chunk_bytes"': "litdata"}
 """Keys in the indexes of other tools' token shards, and the name of each format."""
 Found: TypeAlias = tuple[str, str]
@@ -171,6 +180,18 @@ def read_regular(path: Path, *, errors: str = "strict") -> str:
         return file.read()
 
 
+def kind_of(folder: Path) -> str | None:
+    """Return what a manifest.json says that its directory is: dataset, checkpoint, export.
+
+    None for any other directory.
+    """
+    try:
+        kind = json.loads(read_regular(folder / "manifest.json"))["kind"]
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):
+        return None
+    return kind if isinstance(kind, str) and kind in _WHOLE else None
+
+
 def _has(folder: Path, *names: str) -> bool:
     """Return whether a directory has files of all these names."""
     return all((folder / name).is_file() for name in names)
@@ -188,29 +209,12 @@ def _to_convert(folder: Path) -> Found | None:
 
 
 def _folder(path: Path) -> Found | None:
-    shown = in_shell(path)
-    if _has(path, "config.yaml") and (
+    is_run = _has(path, "config.yaml") and (
         (path / "checkpoints").is_dir() or _has(path, "events.jsonl")
-    ):
-        return (
-            "a run directory",
-            f"Use it with `flatout generate {shown}`, or start from its weights: "
-            f"train.init_from={shown}.",
-        )
-    if _has(path, "manifest.json", "index.json"):
-        return (
-            "a checkpoint",
-            f"Start from its weights, train.init_from={shown}, or resume from it, --resume "
-            f"{shown}.",
-        )
-    if _has(path, "manifest.json", "config.json"):
-        return (
-            "an export",
-            f"Start a run from its weights: train.init_from={shown}. Or score one for transformers "
-            f"on tasks: `lm_eval --model hf --model_args pretrained={shown} --tasks hellaswag`.",
-        )
-    if _has(path, "manifest.json", "tokenizer.json"):
-        return "a prepared dataset", _train_on_it(path)
+    )
+    if kind := "run" if is_run else kind_of(path):
+        name, fix = _WHOLE[kind]
+        return name, fix.format(in_shell(path))
     if (found := _to_convert(path)) is not None:
         return found
     for index in (path / "index.json", *sorted(path.glob("*/index.json"))):
@@ -230,7 +234,7 @@ def _folder(path: Path) -> Found | None:
         ]
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
         return "a directory of token chunks", _import_it(path)
-    if any(_SHARD_NAME.fullmatch(file.name) for file in files):
+    if any(file.name.endswith(".ends.bin") for file in files):
         return None  # an incomplete dataset
     suffixes = {file: file.suffix.lower() for file in files}
     if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:
@@ -250,13 +254,14 @@ def _file(path: Path) -> Found | None:
         return found
     if CHUNK_NAME.fullmatch(path.name):
         return "a chunk of tokens", _import_it(_parent(path))
-    if _SHARD_NAME.fullmatch(path.name) and _has(folder, "manifest.json"):
-        return f"a file of the prepared dataset {folder}", _train_on_it(folder)
+    kind = kind_of(folder)
+    if kind == "dataset" and suffix == ".bin":
+        return f"a file of the prepared dataset {folder}", _TRAIN_ON_IT.format(in_shell(folder))
     if head.startswith(b"PK\x03\x04"):
         return _archive(path)
     if head.startswith(LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
         return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
-    if _has(folder, "manifest.json", "index.json"):
+    if kind == "checkpoint":
         fix = f"Name the checkpoint: train.init_from={in_shell(folder)}."
         return f"a file of the checkpoint {folder}", fix
     if head.startswith(b"GGUF"):
@@ -274,8 +279,6 @@ def _file(path: Path) -> Found | None:
             return "a file of tokens in llm.c's format", _import_it(path)
         if not is_text(head):
             return "a binary file", _if_tokens(path)
-    if _looks_like_tokens(head):
-        return "a binary file that looks like tokens", _if_tokens(path, " --format raw")
     return None
 
 
@@ -291,9 +294,8 @@ def _archive(path: Path) -> Found | None:
         names, is_torch = [], path.suffix.lower() in _TORCH_SUFFIXES
     if is_torch:
         return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
-    arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
-    shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in arrays[:3])
-    return (f"a NumPy archive of {shown}", _BY_HAND) if arrays else None
+    is_numpy = any(name.endswith(".npy") for name in names)
+    return ("a NumPy archive", _BY_HAND) if is_numpy else None
 
 
 def _start_from(path: Path) -> str:
@@ -302,22 +304,18 @@ def _start_from(path: Path) -> str:
     return f"If it contains weights, start a run from them: train.init_from={in_shell(model)}."
 
 
-def _train_on_it(folder: Path) -> str:
-    return f"Train on it: `flatout train RECIPE data.path={in_shell(folder)}`."
-
-
 def _import_it(path: Path) -> str:
     return (
         f"Import it: `{_import_command(path)}`, where FILE is the tokenizer that made the tokens."
     )
 
 
-def _if_tokens(path: Path, options: str = "") -> str:
+def _if_tokens(path: Path) -> str:
     """Return how to import a file, if it contains tokens; nanoGPT's two files as a directory."""
     both, folder = ("train.bin", "val.bin"), _parent(path)
     command = _import_command(folder if path.name in both and _has(folder, *both) else path)
     return (
-        f"If it contains tokens, import it: `{command}{options}`, where FILE is the tokenizer that "
+        f"If it contains tokens, import it: `{command}`, where FILE is the tokenizer that "
         "made them."
     )
 
@@ -326,32 +324,6 @@ def _import_command(path: Path) -> str:
     known = path.absolute()
     out = in_shell(f"data/{known.name if known.is_dir() else known.stem}")
     return f"flatout import {in_shell(path)} --out {out} --tokenizer FILE"
-
-
-def _looks_like_tokens(head: bytes) -> bool:
-    """Return whether bytes look like ids, of two, four or eight bytes each.
-
-    UTF-16 and UTF-32 without a byte order mark look alike, except that all of it can be printed.
-    """
-    if b"\0" not in head or head.startswith((*NOT_TOKENS, b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe")):
-        return False
-    whole = head[: len(head) // 8 * 8]
-    if any(_is_printable(whole, encoding) for encoding in _WIDE_ENCODINGS):
-        return False
-    for code, most in (("Q", _MOST_IDS), ("I", _MOST_IDS), ("H", _MOST_SHORT_IDS)):
-        ids = struct.unpack(f"<{len(whole) // struct.calcsize('<' + code)}{code}", whole)
-        if len(set(ids)) >= _LEAST_IDS and max(ids) < most:
-            return True
-    return False
-
-
-def _is_printable(head: bytes, encoding: str) -> bool:
-    """Return whether bytes are printable text. A character cut at the end does not count."""
-    try:
-        text = codecs.getincrementaldecoder(encoding)().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return all(character.isprintable() or character in "\t\r\n" for character in text)
 
 
 def is_text(head: bytes) -> bool:

@@ -14,7 +14,8 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,11 @@ from pydantic import BaseModel
 from flatout.display import amount
 from flatout.errors import DataError, MissingPackage
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import PART, FileEntry, check_blocks, sha256, sync
+from flatout.storage.files import BLOCK_BYTES, PART, FileEntry, sha256, sync
 from flatout.storage.remote.connection import NothingThere
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.parallel import Advance, transfer_all
-from flatout.storage.remote.reading import BLOCK_BYTES, open_remote, read_if_there
+from flatout.storage.remote.reading import open_remote, read_if_there
 
 MANIFEST = "manifest.json"
 OLD, PULL = ".old", ".pull"
@@ -55,9 +56,16 @@ def problem_of(path: Path, entry: FileEntry, *, deep: bool = True) -> str | None
     size = path.stat().st_size
     if size != entry.size_bytes:
         return f"{path} has {size} bytes. The manifest lists {entry.size_bytes}."
-    if not deep or (sha256(path) == entry.sha256 if entry.sha256 else check_blocks(path, entry)):
-        return None
-    return f"{path} is damaged: its content does not match the manifest."
+    if deep and not _matches(path, entry):
+        return f"{path} is damaged: its content does not match the manifest."
+    return None
+
+
+def _matches(path: Path, entry: FileEntry) -> bool:
+    if entry.sha256:
+        return sha256(path) == entry.sha256
+    with path.open("rb") as file:
+        return all(zlib.crc32(file.read(BLOCK_BYTES)) == crc for crc in entry.block_crc32)
 
 
 def beside(path: Path, kind: str = PART) -> Path:
@@ -130,13 +138,6 @@ def sweep(parent: Path, pattern: str) -> list[str]:
     for path in left:
         shutil.rmtree(path, ignore_errors=True)  # another process may delete it too
     return [path.name for path in left if not path.exists()]
-
-
-def problems_of(folder: Path, entries: Iterable[FileEntry], *, deep: bool = True) -> Iterator[str]:
-    """Yield what is wrong with the files of a directory."""
-    for entry in entries:
-        if problem := problem_of(folder / entry.name, entry, deep=deep):
-            yield problem
 
 
 class Altered(DataError):

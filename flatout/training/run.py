@@ -103,7 +103,7 @@ def run_training(
         if ranks.rank == 0:
             stack.enter_context(hold_lock(folder, progress=progress))
             stack.enter_context(recorded_exit_code(folder))
-        dataset = open_dataset(config, progress=progress)
+        dataset = open_dataset(config)
         require_same_settings(ranks, config, dataset)
         request = RunRequest(
             config,

@@ -49,12 +49,12 @@ a URL as the run of `runs`
     Case(
         "a checkpoint of a newer version of flatout",
         "generate runs/first",
-        ("step-2 has format_version 9",),
+        ("step-2 has format 9, of a newer version",),
         ("Install a newer flatout",),
         lambda w: replace_text(
             w,
             "runs/first/checkpoints/step-2/manifest.json",
-            '"format_version": 1',
+            '"format_version": 2',
             '"format_version": 9',
         ),
         progress="Checkpoint step-2 cannot be used",

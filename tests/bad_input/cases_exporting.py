@@ -15,7 +15,7 @@ def without_checkpoints(world: World) -> None:
 
 
 def exported(world: World) -> None:
-    world.write("hf/manifest.json", '{"to": "safetensors", "files": []}')
+    world.write("hf/manifest.json", '{"kind": "export", "files": []}')
 
 
 CASES = [

@@ -67,6 +67,24 @@ a URL as data.path
 a URL as --out of `prepare`
     prepare book.txt --tokenizer byte --out s3://bucket/set
     s3://bucket/set is a URL -> flatout push DIR URL
+a directory that is not whole for `push`
+    push runs file:///store
+    runs is not a run, a checkpoint, a dataset or an export -> flatout prepare
+a path that does not exist for `push`
+    push data/bok file:///store
+    data/bok is not a run -> flatout export
+a path as the URL of `push`
+    push data/book store
+    store is not a URL -> s3://BUCKET/FOLDER | file:///PATH
+a URL with a password for `push`
+    push data/book s3://me:secret@bucket/sets
+    s3://bucket/sets must not contain -> environment variables
+the Hugging Face hub as the URL of `push`
+    push data/book hf://me/sets
+    read-only -> hf upload ORG/NAME DIR
+a URL without a whole directory for `pull`
+    pull file:///nowhere/at/all data/new
+    no whole directory at file:///nowhere/at/all -> flatout push
 a URL as --out of `profile`
     profile my.yaml --out s3://bucket/profile
     --out s3://bucket/profile is a URL -> a local path
@@ -124,10 +142,10 @@ a directory without a manifest
     Case(
         "a dataset of a newer version of flatout",
         "train my.yaml",
-        ("format_version 9",),
+        ("format 9", "newer version"),
         ("newer flatout",),
         lambda w: replace_text(
-            w, "data/book/manifest.json", '"format_version": 2', '"format_version": 9'
+            w, "data/book/manifest.json", '"format_version": 3', '"format_version": 9'
         ),
     ),
     Case(
@@ -271,7 +289,7 @@ a file instead of the run directory
     ),
     Case(
         "a URL that is read through a different file system",
-        "inspect reference://data::https://example.org/data.json",
+        "pull reference://data::https://example.org/data.json data/new",
         ("reference://data",),
         ("without `::`",),
     ),

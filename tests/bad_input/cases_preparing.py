@@ -96,7 +96,7 @@ CASES = [
     Case(
         "too little disk space for the dataset",
         f"prepare large.txt {NEW}",
-        ("needs about 8.0 MB", "1.0 MB are free in data"),
+        ("needs about 4.0 MB", "1.0 MB are free in data"),
         ("--out", "--max-bytes"),
         small_disk,
     ),

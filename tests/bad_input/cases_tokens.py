@@ -176,7 +176,7 @@ CASES = [
     case(
         "an archive of arrays",
         "import tokens.npz --out data/new --tokenizer byte",
-        "tokens.npz is a NumPy archive of ids",
+        "tokens.npz is a NumPy archive,",
         "`flatout.write_dataset`",
         archive,
     ),

@@ -95,6 +95,8 @@ def test_lost_output_keeps_the_exit_code_of_commands_that_write_files():
         "import",
         "prepare",
         "profile",
+        "pull",
+        "push",
         "report",
         "train",
         "tune",

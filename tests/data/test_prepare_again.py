@@ -100,7 +100,9 @@ def test_a_resumed_prepare_keeps_its_trained_tokenizer(rows, tmp_path, monkeypat
     monkeypatch.setattr(make, "range_bytes", lambda _: 1400)
     whole = prepared(rows, out=tmp_path / "whole", tokenizer="train:300", workers=1)
     publish = WorkDir.publish
-    monkeypatch.setattr(WorkDir, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        WorkDir, "publish", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         prepared(rows, out=tmp_path / "out", tokenizer="train:300", workers=1)
     monkeypatch.setattr(WorkDir, "publish", publish)
@@ -164,7 +166,9 @@ def test_rows_that_were_skipped_are_reported_when_bad_rows_are_no_longer(
     tmp_path, spoiled, monkeypatch
 ):
     publish = WorkDir.publish
-    monkeypatch.setattr(WorkDir, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        WorkDir, "publish", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     options = {"out": tmp_path / "out", "split": "hash 0.3", "workers": 1}
     with pytest.raises(KeyboardInterrupt):
         prepared(spoiled, on_bad_row="skip", **options)

@@ -99,8 +99,8 @@ def kill_and_go_on(rows, tmp_path, kills, seed):
     return hit
 
 
-def test_kills_at_random_moments_do_not_change_the_result(rows, tmp_path):
-    assert kill_and_go_on(rows, tmp_path, 3, 0) >= 1
+def test_kills_at_random_moments_do_not_change_the_result(many_rows, tmp_path):
+    assert kill_and_go_on(many_rows, tmp_path, 3, 0) >= 1
 
 
 @pytest.mark.faults

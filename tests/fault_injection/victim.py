@@ -104,7 +104,7 @@ class Victim:
     def digests(self, checkpoint: Path) -> dict[str, str]:
         """Return the recorded digests of the weights and the optimizer's tensors."""
         files = catalog.read_manifest(checkpoint).files
-        return {name: facts.sha256 for name, facts in files.items() if "safetensors" in name}
+        return {one.name: one.sha256 for one in files if "safetensors" in one.name}
 
     def lost(self, run: Path, least: int) -> list[str]:
         """Return what is wrong with the newest checkpoint of a run that saved step `least`.

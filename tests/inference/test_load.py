@@ -16,8 +16,8 @@ from flatout.errors import CheckpointError, DataError
 from flatout.hardware.machine import probe
 from flatout.inference import load
 from flatout.ops import Ops
+from flatout.storage import whole
 from flatout.training import run as training
-from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import write_config
 
@@ -32,8 +32,8 @@ def test_each_checkpoint_loads_its_own_weights(fox_run):
 
 @pytest.mark.parametrize("checkpoint", ["1", "best", "last"])
 def test_only_the_files_that_are_read_are_hashed_each_once(fox_run, checkpoint, monkeypatch):
-    hashed, sha256 = [], catalog.sha256
-    monkeypatch.setattr(catalog, "sha256", lambda path: hashed.append(path) or sha256(path))
+    hashed, sha256 = [], whole.sha256
+    monkeypatch.setattr(whole, "sha256", lambda path: hashed.append(path) or sha256(path))
     loaded = load.load_run(fox_run[0] / "runs" / "fox", checkpoint, device="cpu")
     assert [path for path in hashed if path.suffix == ".safetensors"] == [
         loaded.checkpoint / "model-00000.safetensors"

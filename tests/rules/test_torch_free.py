@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 
 import pytest
-
-from flatout.data.tokenizers.make import of_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -89,9 +86,8 @@ def test_quick_commands_import_no_torch(root, tmp_path):
     assert heavy(modules_after(f"{run}\n    for words in {commands!r}: {check}", root)) == []
 
 
-def test_a_model_that_is_not_compiled_imports_no_compiler(root, tmp_path):
-    run = shutil.copytree(root / "tests/earlier_version/files/run", tmp_path / "run")
-    of_bytes().save(run / "tokenizer.json")
+def test_a_model_that_is_not_compiled_imports_no_compiler(root, fox_run):
+    run = fox_run[0] / "runs" / "fox"
     lines = (
         "from flatout.cli.main import execute",
         f"assert not execute(['generate', {str(run)!r}, '--max-tokens', '2'])",

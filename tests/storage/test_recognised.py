@@ -2,7 +2,6 @@ import io
 import re
 import shlex
 import struct
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ NAMES = {
     "train.bin": "a binary file",
     "fineweb.bin": "a file of tokens in llm.c's format",
     "tokens.npy": "a NumPy array",
-    "tokens.npz": "a NumPy archive of ids",
+    "tokens.npz": "a NumPy archive",
 }
 
 
@@ -185,59 +184,6 @@ def test_a_directory_of_token_shards_is_recognised(tmp_path, index, name, inside
     assert "`flatout.write_dataset`" in known.fix
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
-def test_ids_are_recognised_in_a_file_of_any_name(tmp_path, dtype):
-    ids = np.random.default_rng(0).integers(0, 50_257, 5000).astype(dtype)
-    (tmp_path / "tokens.dat").write_bytes(ids.tobytes())
-    with pytest.raises(FlatoutError, match="a binary file that looks like tokens") as caught:
-        find_files(str(tmp_path / "tokens.dat"))
-    assert "--tokenizer FILE --format raw`" in caught.value.fix
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        np.random.default_rng(0).bytes(5000),
-        bytes(5000),
-        np.random.default_rng(0).standard_normal(1000).tobytes(),
-        ("Plain text, " * 99).encode("utf-16-le"),
-        ("Текст по-русски, " * 99).encode("utf-16-le"),
-        ("Plain text, " * 99).encode("utf-16"),
-        ("Plain text, " * 99).encode("utf-32"),
-        *(
-            ("Plain 日本 text, café é, " * 99).encode(code)
-            for code in ("utf-16-be", "utf-32-le", "utf-32-be")
-        ),
-    ],
-    ids=[
-        *("random", "zeros", "floats", "utf-16", "cyrillic", "with a mark", "with a longer mark"),
-        *("utf-16-be", "utf-32-le", "utf-32-be"),
-    ],
-)
-def test_other_binary_files_do_not_look_like_tokens(tmp_path, content):
-    (tmp_path / "a.dat").write_bytes(content)
-    assert recognise(tmp_path / "a.dat") is None
-
-
-HOSTILE = [
-    "$(touch X)",
-    "`touch X`",
-    "']; import os; os.mkdir('X') #",
-    '"; touch X; "',
-    "\x1b[2J\nFix: run `touch X`.",
-]
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_the_name_of_an_array_does_not_enter_the_command(tmp_path, name):
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.writestr("about.txt", "no array")
-        archive.writestr(f"{name}.npy", FILES["tokens.npy"])
-    known = recognise(tmp_path / "a.npz")
-    assert known.name.isprintable()
-    assert "touch" not in known.fix
-
-
 @pytest.mark.parametrize("name", ["best_model.pt", "train.bin", "tokens.npy", "chunk_000003.pt"])
 def test_the_name_of_a_file_is_one_word_of_every_command(tmp_path, name):
     folder = tmp_path / "$(touch X) & more"
@@ -273,7 +219,7 @@ def test_runs_checkpoints_and_datasets_are_distinguished(fox_run, tiny_set):
     assert f"data.path={tiny_set}" in caught.value.fix
     with pytest.raises(FlatoutError, match="is a prepared dataset, not text"):
         find_files(str(tiny_set))
-    shard = next(tiny_set.glob("train-*.bin"))
+    shard = next(tiny_set.glob("*.bin"))
     assert recognise(shard).name == f"a file of the prepared dataset {tiny_set}"
 
 

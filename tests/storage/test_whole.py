@@ -5,13 +5,13 @@ import os
 import shutil
 from hashlib import md5
 
+import numpy as np
 import pytest
 
 from flatout.errors import DataError
 from flatout.progress import SILENT
 from flatout.storage import whole
 from flatout.storage.files import CheckedFile, FileEntry
-from flatout.storage.files import entry_of as entry_of_blocks
 from flatout.storage.remote import parallel
 from flatout.storage.remote.connection import NothingThere
 from flatout.storage.whole import (
@@ -116,11 +116,13 @@ def test_what_another_process_deletes_meanwhile_is_no_error(tmp_path, monkeypatc
     assert sweep(tmp_path, "out") == ["out.part-aa"]
 
 
-@pytest.mark.parametrize("make", [entry_of, entry_of_blocks], ids=["SHA-256", "CRC of blocks"])
-def test_a_file_is_compared_with_its_entry(tmp_path, make):
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["SHA-256", "CRC of blocks"])
+def test_a_file_is_compared_with_its_entry(tmp_path, has_blocks):
     path = tmp_path / "file"
-    path.write_bytes(b"content")
-    entry = FileEntry.model_validate_json(make(path).model_dump_json())
+    with CheckedFile(path) as file:
+        file.write(np.frombuffer(b"content", np.uint8))
+    made = file.close() if has_blocks else entry_of(path)
+    entry = FileEntry.model_validate_json(made.model_dump_json())
     assert problem_of(path, entry) is None
     path.write_bytes(b"CONTENT")
     assert problem_of(path, entry, deep=False) is None

@@ -28,7 +28,8 @@ def fake_checkpoint(run, step, state=b"x", *, info=None, inside="checkpoints", *
     content |= {} if info is None else {"info.json": json.dumps(info).encode()}
     for name, data in content.items():
         (path / name).write_bytes(data)
-    (path / "manifest.json").write_text(json.dumps({"format_version": 2, "step": step}))
+    manifest = {"kind": "checkpoint", "format_version": 2, "step": step}
+    (path / "manifest.json").write_text(json.dumps(manifest))
     restate(path)
     return path
 

@@ -44,7 +44,7 @@ def state_of(folder, step):
     files = catalog.read_manifest(catalog.checkpoint_path(folder, step)).files
     state = json.loads((catalog.checkpoint_path(folder, step) / catalog.STATE).read_text())
     return (
-        {name: facts.sha256 for name, facts in files.items() if name not in (catalog.STATE, INFO)},
+        {one.name: one.sha256 for one in files if one.name not in (catalog.STATE, INFO)},
         {**state["values"], "elapsed_s": 0},
     )
 

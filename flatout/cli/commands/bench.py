@@ -45,7 +45,7 @@ def bench(
             Interrupted when a signal arrives before anything was measured.
     """
     require_local(out or "", "--out ")
-    config = load_checked(recipe, overrides, progress=progress)
+    config = load_checked(recipe, overrides)
     from flatout.measure.bench import run_bench
 
     return run_bench(

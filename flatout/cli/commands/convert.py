@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from flatout.assembly.preflight import check_names
 from flatout.cli.commands import Command
@@ -30,13 +30,13 @@ from flatout.storage.recognised import require_recipe_path
 SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
 Outcome = Literal["mapped", "by_hand", "missing", "unknown", "unnecessary"]
-HEADINGS = dict(
-    zip(
-        get_args(Outcome),
-        ("Mapped", "To convert by hand", "Not in flatout", "Unknown", "Nothing to set"),
-        strict=True,
-    )
-)
+HEADINGS: dict[Outcome, str] = {
+    "mapped": "Mapped",
+    "by_hand": "To convert by hand",
+    "missing": "Not in flatout",
+    "unknown": "Unknown",
+    "unnecessary": "Nothing to set",
+}
 """The outcomes in the order of the summary."""
 
 

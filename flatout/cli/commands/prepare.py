@@ -194,18 +194,14 @@ def prepare(
         _names(include or ()), chat,
     )
     # fmt: on
-    shares = "--join" if join else "--part"
-    conflicts = {
-        "--part": part is not None and join,
-        f"--engine {engine}": engine != "local",
-    }
-    for what, is_stated in conflicts.items():
-        if is_stated and (join or part is not None):
-            raise UsageError(
-                f"{what} and {shares} cannot be combined.",
-                fix="Remove one of the two. Parts share a directory on this machine, and --join "
-                "follows when all are done.",
-            )
+    exclusive = {f"--engine {engine}": engine != "local", "--part": part, "--join": join}
+    stated = [name for name, value in exclusive.items() if value]
+    if len(stated) > 1:
+        raise UsageError(
+            f"{stated[0]} and {stated[1]} cannot be combined.",
+            fix="Remove one of the two. Parts share a directory on this machine, and --join "
+            "follows when all are done.",
+        )
     require_local(cache or "", "--cache ")
     file, names = from_file and str(from_file), _names(sources)
     shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}

@@ -64,7 +64,7 @@ def profile(
         return profile_script(
             script, steps=steps, skip=skip, out=out, as_json=as_json, progress=progress
         )
-    config = load_checked(recipe, overrides, progress=progress)
+    config = load_checked(recipe, overrides)
     from flatout.measure.profile.profile import run_profile
 
     return run_profile(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command
+from flatout.cli.commands.verify import run_at
 from flatout.config.signature import Argument, checked
 from flatout.display import amount
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import expanded
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.lookup import RUNS
 from flatout.training.upload.transfer import send
 
 
@@ -23,13 +22,11 @@ class PushResult(Result):
     """Its URL, for `flatout pull`."""
     bytes: int
     """Bytes that this call sent or found there."""
-    seconds: float
-    """Wall time."""
 
     @property
     def headline(self) -> str:
-        """The URL, the bytes and the time."""
-        return f"{self.path}  ({amount(self.bytes, 'bytes')}, {self.seconds:.1f} s)"
+        """The URL and the bytes."""
+        return f"{self.path}  ({amount(self.bytes, 'bytes')})"
 
 
 @checked
@@ -53,11 +50,9 @@ def push(
 
     Raises: DataError, CheckpointError when the directory is not complete, or the server fails.
     """
-    began_s = time.perf_counter()
     folder = expanded(path)
-    there, num_bytes = send(folder if folder.exists() else RUNS / folder, url, progress)
-    seconds = round(time.perf_counter() - began_s, 3)
-    return PushResult(path=there, bytes=num_bytes, seconds=seconds)
+    there, num_bytes = send(run_at(folder) or folder, url, progress)
+    return PushResult(path=there, bytes=num_bytes)
 
 
 COMMAND = Command(push, example="flatout push data/book s3://my-bucket/datasets", writes_files=True)

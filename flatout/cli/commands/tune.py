@@ -95,7 +95,7 @@ def tune(
     out = out or "tuned.yaml"
     require_recipe_path(out, "--out ")
     parts = parse_only(only)
-    config = load_checked(recipe, overrides, progress=progress)
+    config = load_checked(recipe, overrides)
     from flatout.measure.tune import run_tune
 
     return run_tune(

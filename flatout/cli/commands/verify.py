@@ -18,9 +18,11 @@ from flatout.data.tokenizers import stored_digest
 from flatout.display import Display, amount, table_of
 from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
+from flatout.models.families.export_mark import CARD, read_mark
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import Result
 from flatout.storage.recognised import require_local
+from flatout.storage.whole import problem_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS
@@ -42,7 +44,7 @@ class VerifyResult(Result):
     """Blocks of a dataset that were read, up to 4 MiB each."""
     bytes: int
     """Bytes that were read."""
-    kind: Literal["dataset", "checkpoint", "run", "resume"] = "dataset"
+    kind: Literal["dataset", "checkpoint", "run", "export", "resume"] = "dataset"
     """What was verified."""
     checkpoints: tuple[CheckpointItem, ...] = ()
     """The checkpoints of a run, oldest first, or the one that was named."""
@@ -62,7 +64,7 @@ class VerifyResult(Result):
             return self.resume.display()
         found = f"is damaged: {counted(len(self.problems), 'problem')}."
         read = f"{counted(self.files, 'file')} read, {amount(self.bytes, 'bytes')}."
-        fix = "Fix: restore the damaged files from a copy, or delete the checkpoint."
+        fix = "Fix: restore the damaged files from a copy, or delete the checkpoint or export."
         if self.kind == "dataset":
             read = f"{counted(self.blocks, 'block')} of {read}"
             fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
@@ -81,8 +83,8 @@ def verify(
     path: Annotated[
         str | Path,
         Argument(
-            "A dataset, a checkpoint, or a run or its name under runs/. With --resume, a recipe or "
-            "a run."
+            "A dataset, a checkpoint, an export, or a run or its name under runs/. With --resume, "
+            "a recipe or a run."
         ),
     ],
     overrides: Overrides = None,
@@ -98,10 +100,11 @@ def verify(
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
-    """Check a dataset, a checkpoint or a run, or prove that a recipe resumes exactly.
+    """Check a dataset, a checkpoint, an export or a run, or prove that a recipe resumes exactly.
 
     For a dataset, it reads every block: file sizes, checksums, tokens and counts. For a checkpoint,
-    it reads every file, its digest, and the dtype and shape of each tensor. For a run, it checks
+    it reads every file, its digest, and the dtype and shape of each tensor; for an export, every
+    file and its digest. For a run, it checks
     all checkpoints, and shows the newest valid one.
 
     With --resume, it trains the recipe N + M steps, and again N steps, a stop and M steps, each in
@@ -123,7 +126,7 @@ def verify(
     if resume:
         named = path if run is None or shown in RECIPES.names() else settings_file(run)
         config = load_config(named, overrides or (), trust_code=trust_code)
-        preflight.check(config, progress=progress)
+        preflight.check(config)
         from flatout.measure.resume import prove_resume, steps_of
 
         proof = prove_resume(config, steps_of(steps, config), progress=progress)
@@ -142,6 +145,17 @@ def verify(
         )
     if run is not None or catalog.is_checkpoint(folder):
         return _verify_checkpoints(run, run or folder, progress)
+    if mark := read_mark(folder):
+        files = [file for file in mark.files if file.name != CARD]  # people edit that one
+        problems = [what for file in files if (what := problem_of(folder / file.name, file))]
+        return VerifyResult(
+            path=shown,
+            ok=not problems,
+            problems=problems,
+            files=len(files),
+            bytes=sum(file.size_bytes for file in files),
+            kind="export",
+        )
     _require_dataset(shown)
     found = verify_dataset(folder, progress=progress)
     return VerifyResult(

@@ -12,7 +12,7 @@ import numpy as np
 
 from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitName
 from flatout.storage.files import Array as Array
-from flatout.storage.files import entry_of
+from flatout.storage.whole import problem_of
 
 PREPARE_AGAIN = "The directory is damaged: delete it and run `flatout prepare` again."
 
@@ -38,7 +38,7 @@ def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     for entry in manifest.tokenizer.files:
         path = folder / entry.name
         try:
-            if entry.name not in found and entry_of(path) != entry:
+            if entry.name not in found and problem_of(path, entry):
                 yield Problem(entry.name, f"{path} is not the tokenizer that made these tokens.")
         except OSError as error:
             what = f"{path} cannot be read: {error.strerror or error}."

@@ -25,7 +25,7 @@ from flatout.storage.files import BLOCK_BYTES as BLOCK_BYTES
 from flatout.storage.files import FileEntry as FileEntry
 from flatout.storage.files import Stored
 from flatout.storage.json_io import JsonObject
-from flatout.storage.recognised import read_regular, recognise
+from flatout.storage.recognised import kind_of, read_regular, recognise
 
 FORMAT_VERSION = 3
 """In version 3, a shard has the tokens of both splits, and its own document ends."""
@@ -67,6 +67,8 @@ class ShardEntry(Stored):
     """One uint8 per token, 0 where a target does not count. All shards have one, or none."""
     splits: dict[SplitName, SplitCounts]
     """Contents of each part."""
+    crc32: dict[SplitName, tuple[int, int, int]]
+    """CRC-32 of the tokens, the ends and the mask of each part. Equal ones are of equal text."""
 
     def start(self, name: SplitName) -> SplitCounts:
         """Return what is in these files before the part of a split."""
@@ -133,6 +135,8 @@ class SkippedRows(Stored):
 class Manifest(Stored):
     """The content of a complete dataset directory."""
 
+    kind: Literal["dataset"] = "dataset"
+    """What the directory is."""
     format_version: int = FORMAT_VERSION
     """Version of the directory's format."""
     dtype: Literal["uint16", "uint32"]
@@ -183,10 +187,9 @@ class Manifest(Stored):
     def digest_of(self, name: SplitName) -> str:
         """Return a digest of a split's tokens, masks and document ends, from the checksums."""
         parts = [
-            (shard.start(name), shard.splits[name], *(file and file.block_crc32 for file in files))
+            (shard.splits[name], shard.crc32[name])
             for shard in self.shards
             if shard.splits[name].tokens
-            for files in [(shard.tokens, shard.ends, shard.mask)]
         ]
         text = repr((self.vocab_size, self.dtype, parts))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -219,8 +222,7 @@ def read_manifest(folder: Path) -> Manifest:
             version of flatout.
     """
     path = folder / MANIFEST
-    if any(map(Path.is_file, (folder / "index.json", folder / "config.json"))):
-        # of a checkpoint or an export, whose manifest.json is of a different kind
+    if kind_of(folder) not in (None, "dataset"):
         raise _no_dataset(folder)
     try:
         text = read_regular(path)

@@ -64,8 +64,7 @@ def export_run(
             "model_class": written.model_class,
         }
         write_whole(folder / CARD, _model_card(source, written, version))
-        write_mark(folder, made_from)
-        files = sum(path.is_file() for path in folder.iterdir())
+        files = write_mark(folder, made_from)
     return Export(
         path=str(out),
         format=to,

@@ -379,7 +379,7 @@ def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None,
     missing = next((f"{path} is not a dataset here" for path in absent), None)
     if missing or not paths:
         return None, f"{missing or 'No dataset is set'}, so the time omits the evaluations."
-    return open_dataset(config, progress=progress), None
+    return open_dataset(config), None
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:

@@ -14,35 +14,29 @@ CARD = "README.md"
 """The model card, which people edit."""
 
 
-class Mark(Listing):
-    """What is read from the manifest of an export."""
-
-    to: str
-    """The format of the export."""
-
-
-def write_mark(folder: Path, made_from: JsonObject) -> None:
-    """Write the manifest for the files that a directory has now.
+def write_mark(folder: Path, made_from: JsonObject) -> int:
+    """Write the manifest for the files that a directory has now, and return their number with it.
 
     Cost: reads every file.
     """
     files = [
         entry_of(path).model_dump() for path in sorted(folder.iterdir()) if path.name != MANIFEST
     ]
-    made_from = {"format_version": FORMAT_VERSION, **made_from, "files": files}
-    write_json(folder / MANIFEST, made_from)
+    mark = {"kind": "export", "format_version": FORMAT_VERSION, **made_from, "files": files}
+    write_json(folder / MANIFEST, mark)
+    return len(files) + 1
 
 
-def read_mark(folder: Path) -> Mark | None:
+def read_mark(folder: Path) -> Listing | None:
     """Return the manifest of an export, or None when a directory is none.
 
     Raises: CheckpointError when it is damaged.
     """
     path = folder / MANIFEST
     document = read_json(path) if path.exists() else None
-    if not isinstance(document, dict) or "to" not in document:
-        return None  # of a dataset, a checkpoint, or of another tool
-    return read_model(path, Mark, fix=f"Export the run again, or {_as_it_is(path)}.")
+    if not isinstance(document, dict) or document.get("kind") != "export":
+        return None
+    return read_model(path, Listing, fix=f"Export the run again, or {_as_it_is(path)}.")
 
 
 def require_as_exported(folder: Path, *, progress: Progress = SILENT) -> None:

@@ -153,7 +153,6 @@ def with_retries(
     *,
     access: Access = "read",
     where: str = "",
-    attempts: int = ATTEMPTS,
 ) -> T:
     """Return the result of `action`, retrying transient errors with growing pauses.
 
@@ -173,12 +172,12 @@ def with_retries(
             if permanent is not None:
                 raise permanent from error
             tried += 1
-            if tried == attempts:
+            if tried == ATTEMPTS:
                 cause = _root_cause(url, error)
                 message = _message_of(cause) or type(cause).__name__
-                times = f"{attempts} attempt{'s' * (attempts > 1)}"
                 raise Unreachable(
-                    f"Cannot {access} {url}{where}: {message} ({times}).", fix=_CHECK_NETWORK
+                    f"Cannot {access} {url}{where}: {message} ({ATTEMPTS} attempts).",
+                    fix=_CHECK_NETWORK,
                 ) from cause
         sleep(FIRST_PAUSE_S * 2 ** (tried - 1))
 

@@ -68,16 +68,29 @@ class RemoteFolder:
 
         return with_retries(self.url, list_files)
 
-    def put(self, path: Path, name: str, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Send a file, reporting bytes sent to `advance`, a negative number before a retry.
+    def send(
+        self,
+        path: Path,
+        name: str,
+        sent: Description | None = None,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Send a file unless `sent` describes the same content, and check what has arrived.
 
-        After a kill or an error, there is the earlier file of that name or the new one.
+        `advance` learns of bytes sent, a negative number before a retry. After a kill or an error,
+        there is the earlier file of that name or the new one.
+
+        Raises: DataError when it differs from the file. It is then removed.
         """
+        with contextlib.suppress(DataError):  # what cannot be read back is sent again
+            if sent is not None and self._holds(path, name, sent):
+                advance(path.stat().st_size)
+                return
         counter = byte_counter(advance)
         target = f"{self._path}/{name}"
         beside = f"{target}{PART}" if is_local(self.url) else target  # a store replaces it at once
 
-        def send() -> None:
+        def put() -> None:
             counter.absolute_update(0)
             try:
                 self._filesystem.put_file(str(path), beside, callback=counter, **self._options)
@@ -89,27 +102,8 @@ class RemoteFolder:
                     with contextlib.suppress(OSError):
                         Path(beside).unlink(missing_ok=True)
 
-        with_retries(self.url, send, where=f"/{name}", access="write")
-
-    def send(
-        self,
-        path: Path,
-        name: str,
-        sent: Description | None = None,
-        advance: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """Send a file unless `sent` describes the same content, and check what has arrived.
-
-        Raises: DataError when it differs from the file. It is then removed.
-        """
-        with contextlib.suppress(DataError):  # what cannot be read back is sent again
-            if sent is not None and self._holds(path, name, sent):
-                advance(path.stat().st_size)
-                return
-        self.put(path, name, advance)
-        arrived = with_retries(
-            f"{self.url}/{name}", lambda: self._filesystem.info(f"{self._path}/{name}")
-        )
+        with_retries(self.url, put, where=f"/{name}", access="write")
+        arrived = with_retries(f"{self.url}/{name}", lambda: self._filesystem.info(target))
         if not self._holds(path, name, arrived):
             self.remove(name)
             raise self.altered(name)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import glob
 import io
-import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-import numpy as np
-
 from flatout.errors import DataError
-from flatout.storage.files import BLOCK_BYTES as CHECKED_BLOCK_BYTES
-from flatout.storage.files import Array, FileEntry
-from flatout.storage.remote.connection import ATTEMPTS, NothingThere, open_filesystem, with_retries
+from flatout.storage.remote.connection import NothingThere, open_filesystem, with_retries
 from flatout.storage.remote.urls import name_in, protocol_of
 
 BLOCK_BYTES = 2 << 20
@@ -43,10 +37,6 @@ _DOWNLOAD_IT = "Download it, and give the path of the file."
 
 Description = dict[str, Any]
 """A file as fsspec describes it: `name`, `size`, `type`, and the server's own keys."""
-
-
-class NotSeekable(DataError):
-    """A URL that can only be downloaded in one request."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ class RemoteFile(io.RawIOBase):
             if len(block) == end - start:
                 return block
             if len(block) == self.size:
-                raise NotSeekable(
+                raise DataError(
                     f"{self._url} cannot be read in blocks: the server ignores ranges.",
                     fix=_DOWNLOAD_IT,
                 )
@@ -181,7 +171,7 @@ def _entry(url: str, description: Description) -> RemoteEntry:
     if description["type"] == "directory":
         raise DataError(f"{url} is a directory.", fix="Name a file in it, or a pattern.")
     if description.get("size") is None:
-        raise NotSeekable(f"The server does not report the size of {url}.", fix=_DOWNLOAD_IT)
+        raise DataError(f"The server does not report the size of {url}.", fix=_DOWNLOAD_IT)
     key = next((key for key in _MARKS if description.get(key)), None)
     value = description[key] if key is not None else None
     return RemoteEntry(
@@ -189,10 +179,10 @@ def _entry(url: str, description: Description) -> RemoteEntry:
     )
 
 
-def read_remote(url: str, *, attempts: int = ATTEMPTS) -> bytes:
-    """Return the content of a small remote file.
+def read_if_there(url: str) -> bytes | None:
+    """Return the content of a small remote file, or None when there is none.
 
-    Raises: NothingThere; Unreachable when every attempt failed; DataError when it may not be read;
+    Raises: Unreachable when every attempt failed; DataError when it may not be read;
             MissingPackage.
     """
     filesystem, path = open_filesystem(url)
@@ -201,40 +191,7 @@ def read_remote(url: str, *, attempts: int = ATTEMPTS) -> bytes:
         content: bytes = filesystem.cat_file(path, **_READ_OPTIONS.get(protocol_of(url), {}))
         return content
 
-    return with_retries(url, read, attempts=attempts)
-
-
-def read_if_there(url: str, *, attempts: int = ATTEMPTS) -> bytes | None:
-    """Return the content of a small remote file, or None when there is none.
-
-    Raises: as `read_remote`, without NothingThere.
-    """
     try:
-        return read_remote(url, attempts=attempts)
+        return with_retries(url, read)
     except NothingThere:
         return None
-
-
-def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[Array, str | None]]:
-    """Yield each block of a remote file with its problem, or with None when it matches the entry.
-
-    Raises: DataError when the file cannot be read.
-    """
-    expected = f"The manifest lists {entry.size_bytes} bytes"
-    nothing = np.empty(0, np.uint8)
-    try:
-        file = open_remote(url)
-    except NothingThere:
-        yield nothing, f"{url} is missing. {expected}."
-        return
-    with file:
-        size = file.seek(0, os.SEEK_END)
-        if size != entry.size_bytes:
-            yield nothing, f"{url} has {size} bytes. {expected}."
-            return
-        file.seek(0)
-        for number, crc in enumerate(entry.block_crc32):
-            block = np.frombuffer(file.read(CHECKED_BLOCK_BYTES), np.uint8)
-            start = number * CHECKED_BLOCK_BYTES
-            where = f"{url}, byte {start}: the {len(block)}-byte block at this offset"
-            yield block, None if zlib.crc32(block.data) == crc else f"{where} fails its checksum."

@@ -20,6 +20,7 @@ from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, sha256, sync
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json, read_model
+from flatout.storage.recognised import kind_of
 from flatout.storage.whole import MANIFEST, OLD, Listing, problem_of, remove, sweep
 
 FORMAT_VERSION = 2
@@ -39,6 +40,8 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 class Manifest(Listing):
     """The content of a checkpoint's manifest.json."""
 
+    kind: Literal["checkpoint"]
+    """What the directory is."""
     format_version: Annotated[int, Field(ge=1)]
     """FORMAT_VERSION of the version of flatout that wrote it."""
     step: int
@@ -210,11 +213,12 @@ def manifest_in(document: object, step: int, checkpoint: Path | str) -> Manifest
     path = f"{checkpoint}/{MANIFEST}"
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version != FORMAT_VERSION:
+        is_newer = version > FORMAT_VERSION
         raise OtherVersion(
-            f"{checkpoint} has format_version {version}. This version of flatout reads "
-            f"{FORMAT_VERSION}.",
+            f"{checkpoint} has format {version}, of {'a newer' if is_newer else 'an earlier'} "
+            f"version of flatout. This version reads format {FORMAT_VERSION}.",
             fix="Install a newer flatout."
-            if version > FORMAT_VERSION
+            if is_newer
             else "Continue it with the earlier version of flatout that wrote it.",
         )
     with parsing(path):
@@ -330,8 +334,7 @@ def verify(
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a directory is a checkpoint, complete or damaged, by its name or manifest."""
     return folder.is_dir() and (
-        _STEP.fullmatch(folder.name) is not None
-        or all((folder / name).exists() for name in (MANIFEST, INDEX))
+        _STEP.fullmatch(folder.name) is not None or kind_of(folder) == "checkpoint"
     )
 
 

@@ -22,7 +22,7 @@ from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import sha256
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json
-from flatout.storage.whole import MANIFEST, replacing
+from flatout.storage.whole import replacing
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, Index, read_index
 
@@ -176,7 +176,7 @@ def digest_of(checkpoint: Path) -> str:
 
     Raises: CheckpointError when the manifest of a checkpoint is damaged.
     """
-    if (checkpoint / MANIFEST).is_file():
+    if catalog.is_checkpoint(checkpoint):
         listed = catalog.read_manifest(checkpoint).files
         files = {one.name: one.sha256 for one in listed if one.name.startswith(catalog.MODEL)}
     else:
@@ -193,7 +193,7 @@ def keep_base(run_folder: Path, base: Path, digest: str) -> Path:
     Raises: CheckpointError when the base has a base, which is missing.
     """
     kept = run_folder / BASES / digest[:DIGITS] / base.name
-    if kept.exists() or not (base / MANIFEST).is_file():
+    if kept.exists() or not catalog.is_checkpoint(base):
         return kept if kept.exists() else base
     if inner := read_index(base).base:
         keep_base(run_folder, find_base(base, inner), inner.digest)
@@ -218,7 +218,7 @@ def find_base(checkpoint: Path, base: Base) -> Path:
     kept = (folder / BASES / base.digest[:DIGITS] / path.name for folder in above)
     for found in (*kept, path, *_moved_with(base.path, checkpoint)):
         if found.exists() and digest_of(found) == base.digest:
-            if (found / MANIFEST).exists():
+            if catalog.is_checkpoint(found):
                 catalog.require_complete(found, deep="weights")
             return found
     if path.exists():

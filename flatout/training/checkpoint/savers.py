@@ -381,8 +381,12 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
         _write(temporary / name, document)
         files[name] = entry_of(temporary / name).model_dump()
     step = snapshot.state["step"]
-    listed = [*files.values()]
-    manifest = {"format_version": catalog.FORMAT_VERSION, "step": step, "files": listed}
+    manifest = {
+        "kind": "checkpoint",
+        "format_version": catalog.FORMAT_VERSION,
+        "step": step,
+        "files": [*files.values()],
+    }
     _write(temporary / MANIFEST, manifest)
     sync_logs(run_folder)
     publish(temporary, final)

@@ -15,14 +15,14 @@ from flatout.errors import (
     in_shell,
     without_secrets,
 )
-from flatout.models.families.export_mark import CARD, Mark, read_mark
+from flatout.models.families.export_mark import CARD, read_mark
 from flatout.progress import Progress
 from flatout.storage.files import FileEntry
 from flatout.storage.json_io import object_or_none, parsing, read_json, write_json
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import read_if_there
 from flatout.storage.remote.urls import is_url
-from flatout.storage.whole import MANIFEST, entry_of, name_of, problem_of, pull, push
+from flatout.storage.whole import MANIFEST, Listing, entry_of, name_of, problem_of, pull, push
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import CONFIG
 from flatout.training.upload.remote import RemoteCopy, require_elsewhere
@@ -110,6 +110,11 @@ def _checked(url: str) -> str:
 def _files_here(folder: Path) -> Sequence[FileEntry]:
     if catalog.is_checkpoint(folder):
         return catalog.read_manifest(folder).files
+    if not (folder / MANIFEST).is_file():
+        raise DataError(
+            f"{folder} is not a run, a checkpoint, a dataset or an export.",
+            fix="Name one: runs/NAME, or what `flatout prepare` or `flatout export` wrote.",
+        )
     if (mark := read_mark(folder)) is None:
         return read_manifest(folder).files
     card, path = folder / CARD, folder / MANIFEST
@@ -123,7 +128,7 @@ def _files_here(folder: Path) -> Sequence[FileEntry]:
 def _files_in(manifest: bytes, url: str, folder: Path) -> Sequence[FileEntry]:
     """Return the files that a manifest lists, whatever it is of."""
     document = object_or_none(manifest) or {}
-    if "step" in document:
+    if document.get("kind") == "checkpoint":
         step = f"step-{document['step']}"
         if folder.name != step:
             raise UsageError(
@@ -131,9 +136,9 @@ def _files_in(manifest: bytes, url: str, folder: Path) -> Sequence[FileEntry]:
                 fix=f"Give {in_shell(folder / step)}.",
             )
         return catalog.manifest_in(document, document["step"], url).files
-    if "to" in document:
+    if document.get("kind") == "export":
         with parsing(f"{url}/{MANIFEST}"):
-            return Mark.model_validate(document, strict=True).files
+            return Listing.model_validate(document, strict=True).files
     return parse_manifest(manifest.decode(errors="replace"), f"{url}/{MANIFEST}").files
 
 

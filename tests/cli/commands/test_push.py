@@ -6,6 +6,38 @@ import flatout
 from flatout.errors import DataError, OutputInUse, UsageError
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "export", "run"])
+def test_a_run_and_what_comes_from_it_move_too(fox_run, tmp_path, kind):
+    run, there = fox_run[0] / "runs" / "fox", (tmp_path / "store").as_uri()
+    folder = {"run": run, "checkpoint": run / "checkpoints" / "step-3"}.get(kind, tmp_path / "hf")
+    if kind == "export":
+        flatout.export(run, out=folder)
+        (folder / "README.md").write_text("edited")
+    copy = tmp_path / "copy" / folder.name
+    flatout.pull(flatout.push(folder, there).path, copy)
+    if kind == "run":
+        assert contents(copy / "checkpoints" / "step-3") == contents(run / "checkpoints" / "step-3")
+    else:
+        assert contents(copy) == contents(folder)
+    assert flatout.verify(copy).ok
+
+
+def test_an_interrupted_pull_continues_and_an_altered_file_is_named(tiny_set, tmp_path):
+    sent = flatout.push(tiny_set, (tmp_path / "store").as_uri())
+    there = tmp_path / "store" / sent.path.rpartition("/")[2]
+    shard = there / "00000.bin"
+    original = shard.read_bytes()
+    shard.write_bytes(b"x" * len(original))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"00000\.bin is damaged"):
+            flatout.pull(sent.path, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    shard.write_bytes(original)
+    flatout.pull(sent.path, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(tiny_set)
+    assert flatout.push(tiny_set, (tmp_path / "store").as_uri()).path == sent.path
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.cli.commands import train as command
 from flatout.cli.commands.train import SAMPLE_LINES, TrainResult, train
-from flatout.inference import generate
+from flatout.inference import chat
 from flatout.storage.json_io import append_line
 from flatout.training.run_dir.layout import read_config, read_events
 
@@ -101,9 +100,9 @@ def test_a_sample_of_a_model_of_short_documents_has_several(tiny_config, tmp_pat
 
     def sample(model, tokenizer, prompt, sampling, **options):
         seeds.append(sampling.seed)
-        return iter(["Ann, ", "Bob" if len(seeds) < 3 else "x" * command.SAMPLE_TOKENS])
+        return iter(["Ann, ", "Bob" if len(seeds) < 3 else "x" * chat.SAMPLE_TOKENS])
 
-    monkeypatch.setattr(generate, "sample", sample)
+    monkeypatch.setattr(chat, "sample", sample)
     train(tiny_config(train__steps=1), run=tmp_path / "run")
     (text,) = (e["text"] for e in read_events(tmp_path / "run") if e["event"] == "sample")
     assert text.splitlines()[:2] == ["Ann, Bob"] * 2

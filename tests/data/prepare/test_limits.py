@@ -60,7 +60,7 @@ def record(documents, bad, left_out=0, first="row"):
     return RangeRecord(
         number=0,
         num_bytes=0,
-        shard=ShardEntry(tokens=file, ends=file, splits=splits),
+        shard=ShardEntry(tokens=file, ends=file, splits=splits, crc32={}),
         skipped=skipped,
         bad_rows=bad,
         first_bad=(first, "is bad"),

@@ -1,5 +1,6 @@
 """An intact folder that may not be read; test_shards.py and test_verify.py cover the rest."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +21,14 @@ def test_a_tokenizer_without_read_permission_is_a_separate_problem(tmp_path, mon
             writer.append(split, np.array([1, 2, 256]), [3], text_bytes=2)
         manifest = writer.finish(source={}, split_rule="named")
     assert list(file_problems(tmp_path / "set", manifest)) == []
-    opened = Path.open
+    opened = os.open
 
-    def closed(path, *how):
-        if path.name == "tokenizer.json":
+    def closed(path, *how, **more):
+        if Path(path).name == "tokenizer.json":
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *how)
+        return opened(path, *how, **more)
 
-    monkeypatch.setattr(Path, "open", closed)
+    monkeypatch.setattr(os, "open", closed)
     (problem,) = file_problems(tmp_path / "set", manifest)
     assert (problem.name, problem.fix) == ("tokenizer.json", "Check its permissions.")
     assert verify_dataset(tmp_path / "set").problems == (

@@ -124,7 +124,7 @@ def test_an_unusable_file_is_named(tmp_path, imported, nothing_kept, content, op
 def test_a_file_with_an_unusual_name_needs_the_format(tmp_path, imported):
     path = tmp_path / "tokens.u16"
     np.arange(100, dtype=np.uint16).tofile(path)
-    with pytest.raises(DataError, match="a binary file that looks like tokens") as caught:
+    with pytest.raises(DataError, match="not a token file of a known format") as caught:
         imported(path)
     assert "--format raw" in caught.value.fix
     assert imported(path, format="raw").train == list(range(90))

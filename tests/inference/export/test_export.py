@@ -44,8 +44,8 @@ def test_safetensors_have_flatouts_names_and_are_read_again(make_run, export_to)
 def test_the_mark_says_what_was_exported(make_run, export_to):
     out, _ = export_to(make_run("gpt2", SHAPES["gpt2"]))
     mark = json.loads((out / MANIFEST).read_text())
-    assert (mark["format_version"], mark["to"], mark["run"], mark["step"]) == (
-        2,
+    assert (mark["kind"], mark["to"], mark["run"], mark["step"]) == (
+        "export",
         "huggingface",
         "gpt2",
         0,
@@ -96,7 +96,7 @@ def test_an_export_survives_a_kill_at_every_rename(make_run, export_to, tmp_path
             return rename(self, target)
         Path.rename = killed
         with replacing(Path(sys.argv[1])) as folder:
-            (folder / sys.argv[3]).write_text('{"to": "x", "files": []}')
+            (folder / sys.argv[3]).write_text('{"kind": "export", "files": []}')
     """
     for renames in (0, 1):
         words = [sys.executable, "-c", program, str(out), str(renames), MANIFEST]

@@ -101,8 +101,8 @@ def test_the_files_of_an_export(make_run, export_to):
     assert sorted(path.name for path in out.iterdir()) == [
         "README.md",
         "config.json",
-        "manifest.json",
         "generation_config.json",
+        "manifest.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",

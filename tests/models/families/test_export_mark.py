@@ -20,7 +20,7 @@ def export(tmp_path):
 
 def test_the_mark_says_what_the_export_was_made_from_and_lists_its_files(export):
     mark = json.loads((export / MANIFEST).read_text())
-    assert (mark["format_version"], mark["to"], mark["step"]) == (2, "huggingface", 3)
+    assert (mark["kind"], mark["format_version"], mark["step"]) == ("export", 2, 3)
     assert [file["name"] for file in mark["files"]] == [
         "README.md",
         "config.json",
@@ -39,7 +39,7 @@ def test_a_file_with_another_content_is_rejected_by_name(export, content):
     require_as_exported(export)
 
 
-@pytest.mark.parametrize("content", ['{"to": "a", "files": 3}', '{"to": 3}', '{"to": "a"}', "{"])
+@pytest.mark.parametrize("content", ['{"kind": "export", "files": 3}', '{"kind": "export"}', "{"])
 def test_a_damaged_mark_is_rejected_by_name(export, content):
     (export / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match=MANIFEST):

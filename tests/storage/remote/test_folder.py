@@ -23,7 +23,7 @@ def test_a_directory_that_cannot_be_written_is_not_tried_again(tmp_path, monkeyp
     monkeypatch.setattr(connection, "sleep", pauses.append)
     monkeypatch.setattr(type(folder._filesystem), "put_file", refuse)
     with pytest.raises(DataError, match=f"Cannot write file://.*{os.strerror(number)}") as raised:
-        folder.put(Path(__file__), "a")
+        folder.send(Path(__file__), "a")
     assert raised.value.fix == "Make it writable for this user, or name a different directory."
     assert pauses == []
 
@@ -37,7 +37,7 @@ def test_credentials_that_only_read_are_a_possible_cause(monkeypatch, tmp_path):
 
     monkeypatch.setattr(type(folder._filesystem), "put_file", refuse)
     with pytest.raises(DataError, match=r"Writing gs://bucket/there is not allowed") as raised:
-        folder.put(Path(__file__), "a")
+        folder.send(Path(__file__), "a")
     assert raised.value.fix.endswith("The account must be allowed to write.")
 
 
@@ -46,7 +46,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
     def put(text):
         (tmp_path / "here").write_text(text)
-        folder.put(tmp_path / "here", "metrics.jsonl")
+        folder.send(tmp_path / "here", "metrics.jsonl")
 
     put("first")
     put_file = type(folder._filesystem).put_file
@@ -78,7 +78,7 @@ def test_a_full_disk_is_named_and_not_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "sleep", pytest.fail)
     monkeypatch.setattr(type(folder._filesystem), "put_file", refuse)
     with pytest.raises(Unreachable, match=r"its disk is full .*No space left") as raised:
-        folder.put(Path(__file__), "a")
+        folder.send(Path(__file__), "a")
     assert raised.value.fix == "Free space there, or name a different directory."
 
 
@@ -98,6 +98,6 @@ def test_what_a_callback_raises_is_raised_at_once_as_it_is(store, tmp_path, monk
 
     monkeypatch.setattr(connection, "sleep", pytest.fail)
     with pytest.raises(type(error)) as raised:
-        RemoteFolder("faulty://bucket/there").put(tmp_path / "a", "a", advance)
+        RemoteFolder("faulty://bucket/there").send(tmp_path / "a", "a", None, advance)
     assert raised.value is error
     assert [moved for moved in called if moved] == [4]

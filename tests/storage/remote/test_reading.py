@@ -191,5 +191,5 @@ def test_filesystems_that_execute_what_they_read_are_rejected(address, tmp_path)
         json.dumps(HOSTILE_REFERENCES).replace("MARKER", str(tmp_path / "ran"))
     )
     with pytest.raises(DataError, match="through a different filesystem"):
-        reading.read_remote(address.format(tmp_path / "refs.json"))
+        reading.read_if_there(address.format(tmp_path / "refs.json"))
     assert not (tmp_path / "ran").exists()

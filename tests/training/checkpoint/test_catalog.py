@@ -60,7 +60,9 @@ def test_a_run_of_a_newer_version_shows_so(tmp_path):
     path = make(tmp_path, 3)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 9}))
-    with pytest.raises(CheckpointError, match=r"format_version 9.*Install a newer flatout"):
+    with pytest.raises(
+        CheckpointError, match=r"format 9, of a newer version.*Install a newer flatout"
+    ):
         catalog.latest(tmp_path)
 
 

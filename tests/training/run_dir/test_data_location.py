@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
-import fsspec
 import pytest
 
-from flatout.config.schema import RunConfig
 from flatout.data.store.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.inference.load import load_run
 from flatout.training.run import run_training
-from flatout.training.run_dir.data_location import require_tokenizer, with_absolute_paths
+from flatout.training.run_dir.data_location import require_tokenizer
 from flatout.training.run_dir.layout import read_config, read_events
 
 pytestmark = pytest.mark.slow
@@ -149,27 +146,3 @@ def test_resume_rejects_another_tokenizer_and_accepts_a_missing_copy(mixed_confi
         CheckpointError, match=r"a different tokenizer.*--tokenizer .*tokenizer\.json"
     ):
         require_tokenizer(tmp_path, dataset)
-
-
-def test_data_may_be_at_a_url_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):
-    """The stored configuration keeps the URL, wherever the run was started."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    url = "memory://runs/tiny"
-    store = fsspec.filesystem("memory")
-    for path in tiny_set.iterdir():
-        store.put_file(str(path), f"{url}/{path.name}")
-    whole = run_training(tiny_config(train__steps=6), tmp_path / "whole")
-    with pytest.raises(Stopped):
-        run_training(tiny_config(train__steps=6), tmp_path / "parts", observers=[stop_at(3)])
-    moved = run_training(tiny_config(train__steps=6, data__path=url), tmp_path / "parts")
-    assert moved["weights_sha256"] == whole["weights_sha256"]
-    assert (
-        run_training(tiny_config(train__steps=6, data__path=url), tmp_path / "far")[
-            "weights_sha256"
-        ]
-        == whole["weights_sha256"]
-    )
-    assert read_config(tmp_path / "far").data.path == url
-    mixed = RunConfig(data={"mix": {url: 1, "near": 3}})
-    assert list(with_absolute_paths(mixed).data.mix) == [url, str(Path("near").absolute())]
-    store.rm("/runs", recursive=True)

@@ -53,7 +53,6 @@ def test_a_config_built_in_python_is_named_after_the_fields_that_were_set():
     [
         *(
             "log.every=3",
-            "data.cache=/x",
             "train.devices=2",
             "parallel.shard=2",
         ),

@@ -6,6 +6,8 @@ reason, with the locations of the first.
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -169,6 +171,7 @@ class ShardWriter:
         self._held: dict[str, SpooledTemporaryFile[bytes]] = {}
         self.counts = dict.fromkeys(SPLITS, SplitCounts())
         """What was written of each split."""
+        self._crcs = Counter[tuple[SplitName, str]]()
 
     def append(
         self,
@@ -199,11 +202,12 @@ class ShardWriter:
             items[".mask"] = mask != 0
         with writing(self._folder.parent):
             for kind, values in items.items():
-                stored = values.astype(self._dtypes[kind], copy=False)
+                stored = np.ascontiguousarray(values, self._dtypes[kind])
+                self._crcs[split, kind] = zlib.crc32(stored.data, self._crcs[split, kind])
                 if split == "train":
                     self._file(kind).write(stored)
                 else:
-                    self._spool(kind).write(np.ascontiguousarray(stored).data)
+                    self._spool(kind).write(stored.data)
         self.counts[split] = before + SplitCounts(
             tokens=len(tokens), documents=len(ends), text_bytes=text_bytes
         )
@@ -242,6 +246,9 @@ class ShardWriter:
             ends=entries[".ends"],
             mask=entries.get(".mask"),
             splits=dict(self.counts),
+            crc32={
+                split: tuple(self._crcs[split, kind] for kind in self._dtypes) for split in SPLITS
+            },
         )
 
     def abandon(self) -> None:

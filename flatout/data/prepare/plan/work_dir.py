@@ -41,7 +41,6 @@ from flatout.errors import DataError
 from flatout.storage.files import (
     PART,
     Unfinished,
-    entry_of,
     is_open_at,
     lock,
     sync,
@@ -50,6 +49,7 @@ from flatout.storage.files import (
     writing,
 )
 from flatout.storage.json_io import JsonObject
+from flatout.storage.whole import entry_of
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"

@@ -40,6 +40,7 @@ from flatout.data.tokenizers.hub import is_repository, repository_file
 from flatout.errors import DataError, OutputInUse, in_shell, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
+from flatout.storage.recognised import kind_of
 
 CHOOSE_ANOTHER = "Choose a different --out, or remove what is there."
 _TEXTS = {"fingerprint": ("names", "text"), "val_fingerprint": ("val", "validation text")}
@@ -116,7 +117,7 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
     template = None
     if form is None and (path := tokenizer_path(spec)).is_file():
         folder = path.parent
-        if (folder / MANIFEST).is_file():
+        if kind_of(folder) == "dataset":
             template = stored_template(read_manifest(folder).source)
         else:
             template = load_template(folder / CHAT_TEMPLATE) or template_beside(
@@ -171,7 +172,7 @@ def existing_dataset(out: Path, source: JsonObject, progress: Progress) -> Manif
 
     Raises: DataError when it contains anything else.
     """
-    if not (out / MANIFEST).is_file():
+    if not (out / MANIFEST).is_file() or kind_of(out) in ("checkpoint", "export"):
         refuse_occupied(out)
         return None
     manifest = Dataset.open(out).manifest
