@@ -98,14 +98,14 @@ CASES = [
     case(
         "a table without the text column",
         f"prepare odd.csv {NEW}",
-        ("odd.csv, line 2", "'text'"),
+        ("odd.csv", "'text'"),
         "--text-field body",
         written("odd.csv", "id,body\n1,one\n"),
     ),
     case(
         "a table with a truncated row",
         f"prepare odd.csv {NEW}",
-        ("odd.csv, line 3", "1 columns", "2"),
+        ("odd.csv, row 2", "1 columns", "2"),
         "--on-bad-row skip",
         written("odd.csv", "id,text\n1,one\n2\n"),
     ),

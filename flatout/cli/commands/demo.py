@@ -17,7 +17,7 @@ from flatout.cli.commands.prepare import prepare
 from flatout.cli.commands.train import TrainResult, train
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.data.sources.local import missing
+from flatout.data.sources.listing import missing
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, in_shell
 from flatout.hardware.machine import pick_device, probe

@@ -25,7 +25,7 @@ from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
 from flatout.data.prepare.workers.local import LocalWorkers, Workers
 from flatout.data.sources import FIRST_NAMED, ReadTask
-from flatout.data.sources.files import first_changed
+from flatout.data.sources.listing import first_changed
 from flatout.data.sources.packed import CANNOT_BE_READ, NotHandedOut
 from flatout.data.store.manifest import (
     SPLITS,
@@ -261,7 +261,7 @@ def _pack(
             for item in wanted:
                 records.append(done[item.number] if item.number in done else next(packed))
                 limit.add(records[-1])
-        changed = first_changed(request.corpus.all_read_tasks)
+        changed = first_changed(request.corpus.files)
         if changed is not None:
             for item in left:
                 record_path(work.ranges, item.number).unlink(missing_ok=True)

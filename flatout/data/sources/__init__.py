@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from flatout.data.conversation.rendering import Examples
-from flatout.data.sources.input_file import InputFile
-from flatout.data.sources.long import Text
+from flatout.data.sources.listing import InputFile
 from flatout.data.sources.packed import open_bytes
 from flatout.errors import DataError, without_secrets
 from flatout.storage.json_io import JsonObject
@@ -52,7 +51,7 @@ Location = RowLocation | str
 class Document:
     """A text and its origin."""
 
-    text: Text
+    text: str
     location: Location
     prompt: str = ""
     """Text before the document, excluded from the loss."""
@@ -113,8 +112,6 @@ class ReadTask:
     """Approximate bytes to read. 0 when unknown."""
     files: tuple[InputFile, ...] = ()
     """The files covered by the fingerprint, as they were when listed."""
-    paths: tuple[str, ...] = ()
-    """The paths or URLs of the files that it reads, whole or in part."""
     skipped: tuple[LeftOut, ...] = ()
     """Files that were skipped while searching for those of all tasks."""
 

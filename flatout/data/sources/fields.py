@@ -125,7 +125,7 @@ def _conversation(row: JsonObject, fields: Fields, chat: Renderer, where: Locati
     """Return the rendered conversation of a row, or the bad row when there is none."""
     turns = value_at(row, fields.text)
     if turns is _MISSING:
-        return replace(no_field(where, fields.text, [], "--text-field"), fix=_CHAT_FORMS)
+        return replace(_no_field(where, fields.text, [], "--text-field"), fix=_CHAT_FORMS)
     try:
         if OUTPUT in fields.beside:
             turns = turns_of_instruction(row)
@@ -140,14 +140,7 @@ def _conversation(row: JsonObject, fields: Fields, chat: Renderer, where: Locati
     return Document("".join(one.text for one in examples), where, examples=examples)
 
 
-def no_text(where: Location, field: str, turns: str) -> BadRow:
-    """Return the bad row for a conversation, in the field `turns`, that is read as text."""
-    what = f"has no field {field!r}, but a list called {turns!r}"
-    fix = "If the rows are chat data, add --chat auto."
-    return BadRow(what, fix, f"no field {field!r}", where)
-
-
-def no_field(where: Location, field: str, names: list[str], option: str) -> BadRow:
+def _no_field(where: Location, field: str, names: list[str], option: str) -> BadRow:
     """Return the bad row for a missing field. `names` are the candidates, most likely first."""
     guess = nearest(field, names) or (names[0] if names else None)
     fix = f"Name the field that contains the text with {option}."
@@ -159,7 +152,7 @@ def no_field(where: Location, field: str, names: list[str], option: str) -> BadR
 def too_long(where: Location, limit: int) -> BadRow:
     """Return the bad row for a row that is longer than `limit` bytes."""
     fix = (
-        "Write its text to a separate text file, which may have any length, "
+        "Write its text to a separate text file, which is cut where it is too long, "
         "or skip such rows with --on-bad-row skip."
     )
     return BadRow(f"is longer than {limit >> 20} MiB", fix, "too long", where)
@@ -170,10 +163,12 @@ def _unusable(row: JsonObject, value: Any, where: Location, field: str, option: 
         usual = (*CHAT_FIELDS, COMPLETION)
         turns = next((key for key in row if key in usual and isinstance(row[key], list)), None)
         if turns is not None and option == "--text-field":
-            return no_text(where, field, turns)
+            what = f"has no field {field!r}, but a list called {turns!r}"
+            fix = "If the rows are chat data, add --chat auto."
+            return BadRow(what, fix, f"no field {field!r}", where)
         texts = dict(_texts(row))
         names = sorted(texts, key=lambda name: len(texts[name]), reverse=True)
-        return no_field(where, field, names, option)
+        return _no_field(where, field, names, option)
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = (
         f"Repair the row, name a different field with {option}, "

@@ -1,49 +1,72 @@
 """Files, local or remote, compressed or not.
 
-Text is one document per file. JSONL, CSV and Parquet are one document per row.
+Text is one document per file. JSONL and tables (Parquet, CSV, Arrow) are one document per row.
 """
 
 from __future__ import annotations
 
-import urllib.parse
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 from flatout.data.conversation.rendering import Renderer
-from flatout.data.sources import FIRST_NAMED, LeftOut, ReadTask
+from flatout.data.sources import FIRST_NAMED, BadRow, LeftOut, ReadTask, Row
 from flatout.data.sources.fields import Fields
-from flatout.data.sources.file_reading import (
-    ROW_SUFFIXES,
-    holds_rows,
-    is_jsonl,
-    is_parquet,
-    read_pieces,
+from flatout.data.sources.listing import (
+    InputFile,
+    Piece,
+    Wanted,
+    find_files,
+    fingerprint,
+    full_suffix_of,
+    suffix_of,
 )
-from flatout.data.sources.input_file import InputFile, Piece, fingerprint
-from flatout.data.sources.local import Wanted, find_local, full_suffix_of, is_hidden
-from flatout.data.sources.packed import is_packed, require_opener
-from flatout.data.sources.parquet import PARQUET_SUFFIXES, cut_parquet, require_parquet
+from flatout.data.sources.packed import (
+    CANNOT_BE_READ,
+    NotHandedOut,
+    Unread,
+    import_package,
+    is_packed,
+    require_opener,
+    unreadable,
+)
+from flatout.data.sources.tables import PARQUET, TABLE_SUFFIXES, cut_parquet, read_table
+from flatout.data.sources.text import TEXT_BYTES, read_rows, read_text
 from flatout.errors import DataError
-from flatout.storage.remote.reading import find_remote
-from flatout.storage.remote.urls import is_url, is_web, protocol_of
+from flatout.storage.remote.urls import is_url
 
 PARTS, MIN_PART_BYTES = 64, 1 << 20
 PART_BYTES = 4 << 20
-"""Most text of a task. Less of a corpus that has fewer than PARTS of these, so that many cores
-share its work. A file of rows is split, a text file is not."""
+"""Most bytes of rows in a task. Less of a corpus that has fewer than PARTS of these, so that many
+cores share its work."""
 REMOTE_PART_BYTES = 32 << 20
 """The same for remote files: each task reads up to a block too much, and Parquet's footer again."""
+ROW_SUFFIXES = {".jsonl", ".ndjson"}
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
-_SEARCHED_SUFFIXES = frozenset(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES)
+_SEARCHED_SUFFIXES = TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET
 """Suffixes searched for in a directory. A file named directly or by a pattern may have any."""
+_CONVERTIBLE = {
+    ".ipynb": ("a Jupyter notebook", "`jupyter nbconvert --to markdown FILE`"),
+    ".rtf": ("an RTF document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".docx": ("a Word document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".odt": ("an OpenDocument text", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".epub": ("an EPUB book", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".pdf": ("a PDF", "`pdftotext FILE`"),
+    **dict.fromkeys(
+        (".html", ".htm", ".xhtml"), ("an HTML page", "`trafilatura < FILE.html > FILE.txt`")
+    ),
+    ".json": (
+        "JSON",
+        "`jq -c '.[]' FILE.json > FILE.jsonl` (if each line is an object, `mv FILE.json "
+        "FILE.jsonl`)",
+    ),
+}
+"""Unsupported formats by suffix, with a command that converts them to text or JSONL."""
 FINGERPRINT_BYTES = 256 << 20
-COMPARED_BYTES = 1 << 20
-"""Bytes read, at most, to tell whether a file is a copy of another."""
 PARALLEL_FILES = 16
-"""Parquet files whose row groups are listed at the same time: this mostly waits for a server."""
+"""Files that are cut at the same time: listing row groups mostly waits for a server."""
 
 
 def files(
@@ -61,35 +84,49 @@ def files(
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
     fields = Fields(text_field, mask_field, chat)
-    found, skipped = find_files(path, tuple(include))
-    for file in found:
-        require_opener(file.path)
-        if is_parquet(file.name):
-            require_parquet(file.path)
-    if mask_field is not None and not any(holds_rows(file.name) for file in found):
+    found, skipped = find_files(path, Wanted(_SEARCHED_SUFFIXES, tuple(include)))
+    have_rows = holds_rows(found)
+    if mask_field is not None and not have_rows:
         raise DataError(
             f"{path} has no rows, so it has no field {mask_field!r}.",
             fix="Remove --mask-field, or name JSONL, CSV or Parquet.",
         )
-    if chat is not None and not any(holds_rows(file.name) for file in found):
+    if chat is not None and not have_rows:
         raise DataError(
             f"{path} has no rows, so it contains no chat data.",
             fix="Remove --chat, or name JSONL or Parquet.",
         )
-    per_file = max(4096, FINGERPRINT_BYTES // len(found))
-    part_bytes = min(max(sum(file.size for file in found) // PARTS, MIN_PART_BYTES), PART_BYTES)
-    with ThreadPoolExecutor(PARALLEL_FILES) as threads:
-        try:
-            cut = threads.map(lambda file: _cut(file, fields, part_bytes), found)
-            marked = threads.map(lambda file: _with_fingerprint(file, per_file), found)
-            first, *others = _tasks(list(zip(marked, cut, strict=True)), fields, part_bytes)
-        except BaseException:  # an interrupt does not wait for the files that are left
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
+    first, *others = tasks_of(found, fields)
     return [replace(first, skipped=_count_skipped(skipped)), *others]
 
 
 SOURCE = files
+
+
+def tasks_of(found: Sequence[InputFile], fields: Fields) -> list[ReadTask]:
+    """Return the tasks of files, in their order.
+
+    Raises: MissingPackage; DataError when a file cannot be read.
+    """
+    for file in found:
+        require_opener(file.path)
+        if suffix_of(file.name) in TABLE_SUFFIXES:
+            import_package("pyarrow", file.path, extra="parquet")
+    per_file = max(4096, FINGERPRINT_BYTES // len(found))
+    part_bytes = min(max(sum(file.size for file in found) // PARTS, MIN_PART_BYTES), PART_BYTES)
+
+    def prepared(file: InputFile) -> tuple[InputFile, list[Piece]]:
+        pieces = _cut(file, fields, part_bytes)
+        if is_url(file.path):
+            return file, pieces
+        return replace(file, mark=fingerprint(Path(file.path), file.size, per_file)), pieces
+
+    with ThreadPoolExecutor(PARALLEL_FILES) as threads:
+        try:
+            return list(_tasks(list(threads.map(prepared, found)), fields, part_bytes))
+        except BaseException:  # an interrupt does not wait for the files that are left
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
@@ -109,15 +146,15 @@ def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
 
 
 def _cut(file: InputFile, fields: Fields, part_bytes: int) -> list[Piece]:
+    suffix, size = suffix_of(file.name), file.size
     limit = REMOTE_PART_BYTES if is_url(file.path) else part_bytes
-    if is_parquet(file.name):
-        return list(cut_parquet(file.path, file.size, fields, limit))
-    whole, scale = max(file.size, 1), 3 if is_packed(file.name) else 1
-    step = whole
-    if is_jsonl(file.name) and not is_packed(file.name):
-        step = limit
-    ends = ((start, min(start + step, file.size)) for start in range(0, whole, step))
-    return [Piece(file.path, start, end, (end - start) * scale) for start, end in ends]
+    if suffix in PARQUET:
+        return cut_parquet(file.path, size, fields, limit)
+    if is_packed(file.name) or suffix in TABLE_SUFFIXES or suffix in _CONVERTIBLE:
+        return [Piece(file.path, 0, None, size * (3 if is_packed(file.name) else 1))]
+    step = limit if suffix in ROW_SUFFIXES else TEXT_BYTES
+    ends = [(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
+    return [Piece(file.path, start, end, end - start) for start, end in ends]
 
 
 def _tasks(
@@ -130,10 +167,7 @@ def _tasks(
 
     def task() -> ReadTask:
         marks = "\n".join(f"{file.name} {file.size} {file.mark}" for file in started)
-        paths = tuple(piece.path for piece in pieces)
-        return ReadTask(
-            read_pieces, (tuple(pieces), fields), marks, num_bytes, tuple(started), paths
-        )
+        return ReadTask(read_pieces, (tuple(pieces), fields), marks, num_bytes, tuple(started))
 
     for file, of_file in cut:
         for index, piece in enumerate(of_file):
@@ -147,89 +181,48 @@ def _tasks(
     yield task()
 
 
-def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[InputFile], list[str]]:
-    """Return the files at `path`, sorted, and the files of directories that are skipped by name.
+def holds_rows(found: Iterable[InputFile]) -> bool:
+    """Return whether one of the files contains rows by its name, or once it is converted."""
+    return any(map(_has_rows, (file.name for file in found)))
 
-    Raises: DataError when there are none.
+
+def _has_rows(name: str) -> bool:
+    return suffix_of(name) in (ROW_SUFFIXES | TABLE_SUFFIXES | {".json"})
+
+
+def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
+    """Yield the rows of the pieces.
+
+    A damaged piece is one bad row that counts the whole piece as lost: the true extent is unknown.
+
+    Raises: DataError when a server or the system does not let flatout read a file, because the text
+            is not at fault.
     """
-    wanted = Wanted(_SEARCHED_SUFFIXES, include)
-    if is_url(path) and protocol_of(path) == "file":
-        path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
-    if is_url(path):
-        skipped: dict[str, None] = {}
-
-        def takes(name: str) -> bool:
-            if is_hidden(name):
-                return False
-            if not wanted.takes(name):
-                skipped[f"{path.rstrip('/')}/{name.lstrip('/')}"] = None
-                return False
-            return True
-
-        found = [
-            InputFile(entry.url, entry.url, entry.size, entry.mark, listed=path)
-            for entry in find_remote(path, takes)
-        ]
-        return found, sorted(skipped)
-    local, others = find_local(path, wanted)
-    stats = [(str(file), name, file.stat()) for file, name in local]
-    return [InputFile(file, name, stat.st_size, stat=stat) for file, name, stat in stats], others
+    for piece in pieces:
+        try:
+            yield from _read(piece, fields)
+        except Unread as error:
+            unread_bytes = piece.num_bytes if _has_rows(piece.path) else 0
+            yield BadRow.of(error, error.reason, piece.path, unread=unread_bytes)
+        except (OSError, EOFError, zlib.error) as error:
+            unread = unreadable(piece.path, error)
+            if isinstance(unread, NotHandedOut):
+                raise unread from error
+            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread=piece.num_bytes)
 
 
-def _with_fingerprint(file: InputFile, limit: int) -> InputFile:
-    """Return the file, if it is local with a digest of its content."""
-    if file.stat is None:
-        return file
-    return replace(file, mark=fingerprint(Path(file.path), file.size, limit), limit=limit)
-
-
-def first_changed(tasks: Iterable[ReadTask]) -> str | None:
-    """Return the first file that has changed since the tasks were made, or None.
-
-    Web pages are not checked: the servers behind one name may describe a page differently.
-
-    Raises: Unreachable when a store does not answer.
-    """
-    remote: dict[str, list[InputFile]] = {}
-    for file in chain.from_iterable(task.files for task in tasks):
-        if file.stat is None:
-            remote.setdefault(file.listed, []).append(file)
-        elif file.has_changed():
-            return file.path
-    for url, before in remote.items():
-        if not is_web(url):
-            entries = find_remote(url, lambda _: True)
-            now = {(entry.url, entry.size, entry.mark) for entry in entries}
-            changed = (file.path for file in before if (file.path, file.size, file.mark) not in now)
-            if (first := next(changed, None)) is not None:
-                return first
-    return None
-
-
-def has_rows(task: ReadTask) -> bool:
-    """Return whether a task may contain rows. For files, their names decide."""
-    return not task.paths or any(map(holds_rows, task.paths))
-
-
-def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | None:
-    """Return the first file of `others` that `some` also read, or None.
-
-    Remote files are compared by URL, local files by size and, where sizes are equal, by a digest of
-    sixteen blocks. Empty files are ignored.
-    """
-    first, second = ([path for task in tasks for path in task.paths] for tasks in (some, others))
-    sizes = _sizes(first) & _sizes(second)
-    known = {_identity_of(path, sizes) for path in first} - {None}
-    return next((path for path in second if _identity_of(path, sizes) in known), None)
-
-
-def _sizes(paths: list[str]) -> set[int]:
-    return {Path(path).stat().st_size for path in paths if not is_url(path)} - {0}
-
-
-def _identity_of(path: str, sizes: set[int]) -> str | None:
-    """Return a key that identifies a file. None for a local file whose size is not in `sizes`."""
-    if is_url(path):
-        return path
-    size = Path(path).stat().st_size
-    return f"{size} {fingerprint(Path(path), size, COMPARED_BYTES)}" if size in sizes else None
+def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
+    """Return the rows of a piece, by its suffix. A file with an unknown suffix is text."""
+    path, suffix = piece.path, suffix_of(piece.path)
+    if suffix in TABLE_SUFFIXES:
+        return read_table(piece, fields)
+    if suffix in ROW_SUFFIXES:
+        return read_rows(path, piece.start, piece.end, fields)
+    if suffix in _CONVERTIBLE:
+        name, command = _CONVERTIBLE[suffix]
+        fix = (
+            f"Convert it, for example with {command}, and name the result, "
+            "or skip such files with --on-bad-row skip."
+        )
+        return [BadRow(f"is {name}, not text", fix, f"{suffix} file", path)]
+    return read_text(path, piece.start, piece.end)

@@ -1,113 +1,120 @@
-"""Hugging Face datasets by name, streamed by the package `datasets`.
+"""Hugging Face datasets by name: their Parquet files, which the hub makes of every public dataset.
 
 A dataset is named as `hub:ORG/NAME:config=...,split=...,revision=...`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from flatout.config.registry import nearest
 from flatout.data.conversation.rendering import Renderer
-from flatout.data.sources import ReadTask, Row
-from flatout.data.sources.fields import Fields, document
+from flatout.data.sources import ReadTask
+from flatout.data.sources.fields import Fields
+from flatout.data.sources.files import tasks_of
+from flatout.data.sources.listing import InputFile
 from flatout.data.sources.packed import import_package
-from flatout.errors import DataError, in_shell
+from flatout.errors import DataError
+
+MAIN, CONVERTED = "main", "refs/convert/parquet"
+"""The branch that a dataset is named by, and the one in which the hub converts it."""
+_FILE = re.compile(
+    r"((?P<config>.+)/)?(?P<partial>partial-)?(?P<split>[A-Za-z_][\w.]*?)(/\d+|-\d+-of-\d+(-\w+)?)?\.parquet"
+)
+"""A file of a split: CONFIG/SPLIT/0000.parquet where the hub converted it, or data/ or CONFIG/ and
+SPLIT-00000-of-00002.parquet where its owner wrote it."""
+_DEFAULT = "default"
 
 
 def hub(
     name: str,
     config: str | None = None,
     split: str = "train",
-    revision: str = "main",
+    revision: str = MAIN,
     text_field: str = "text",
     mask_field: str | None = None,
     chat: Renderer | None = None,
 ) -> list[ReadTask]:
-    """Return the tasks of a dataset, one per shard, all at the current commit of `revision`.
+    """Return the tasks of a split of a dataset, all at the current commit.
 
-    `chat` writes rows of chat data as text.
+    `revision` is a branch or a commit with Parquet files. By default, the files that the hub
+    converted are read. `chat` writes rows of chat data as text.
 
-    Raises: DataError when there is no such dataset, configuration, split or field, with a list of
-            those that exist; MissingPackage.
+    Raises: DataError when there is no such dataset, configuration or split, with a list of those
+            that exist; MissingPackage.
     """
-    commit = _commit(name, revision)
-    stream = _stream(name, config, split, commit)
-    columns = list(stream.column_names or [])
-    fields = Fields(text_field, mask_field, chat)
-    _check_fields(f"{name}, {split}", columns, fields.among(columns) if columns else fields)
+    commit, paths = _files(name, revision)
+    matches = [match for path in sorted(paths) if (match := _FILE.fullmatch(path))]
+    config = _one_of(name, "config", config, {_config_of(match) for match in matches})
+    matches = [match for match in matches if _config_of(match) == config]
+    _one_of(name, "split", split, {match["split"] for match in matches})
+    matches = [match for match in matches if match["split"] == split]
+    root = f"hf://datasets/{name}@{commit}"
+    if matches[0]["partial"]:
+        raise DataError(
+            f"The hub has converted only the beginning of {name}, {split} to Parquet.",
+            fix=f"Name the files of its repository, for example 'hf://datasets/{name}/**/*.jsonl'.",
+        )
+    urls = [f"{root}/{match[0]}" for match in matches]
+    found = [InputFile(url, url, 0) for url in urls]
     mark = f"hub {name} {config} {split} {commit}"
     return [
-        ReadTask(
-            read_shard, (name, config, split, commit, shard, fields), mark if shard == 0 else ""
-        )
-        for shard in range(stream.num_shards)
+        replace(task, fingerprint="" if index else mark, files=())
+        for index, task in enumerate(tasks_of(found, Fields(text_field, mask_field, chat)))
     ]
 
 
 SOURCE = hub
 
 
-def read_shard(
-    name: str, config: str | None, split: str, commit: str, shard: int, fields: Fields
-) -> Iterator[Row]:
-    """Yield the documents of one shard.
-
-    Raises: DataError when reading fails: the rest of the shard is unknown, so it is not a bad row.
-    """
-    stream = _stream(name, config, split, commit)
-    where, number = f"{name}, {split}, shard {shard}", 0
+def _files(name: str, revision: str) -> tuple[str, list[str]]:
+    """Return the commit of a revision, because a branch may move, and the files there."""
+    library = import_package("huggingface_hub", f"hub:{name}", extra="hub")
+    import_package("pyarrow", f"hub:{name}", extra="hub")
+    errors = import_package("huggingface_hub.errors", f"hub:{name}", extra="hub")
+    api = library.HfApi()
     try:
-        rows = stream.shard(num_shards=stream.num_shards, index=shard)
-        for number, row in enumerate(rows, 1):
-            yield document(row, fields, f"{where}, row {number}")
-    except Exception as error:  # every reader has its own family of errors
+        info: Any = None
+        if revision == MAIN:
+            with suppress(errors.RevisionNotFoundError):
+                info = api.dataset_info(name, revision=CONVERTED)
+        info = info or api.dataset_info(name, revision=revision)
+    except Exception as error:  # network errors come from the HTTP library
         message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise DataError(
-            f"{where} cannot be read after row {number}: {message}.",
-            fix="Run the same command again.",
+            f"The dataset {name} at revision {revision} cannot be opened: {message}.",
+            fix="Check the name. Write it as hub:ORG/NAME:config=...,split=...,revision=....",
         ) from error
+    return str(info.sha), [file.rfilename for file in info.siblings or ()]
 
 
-def _commit(name: str, revision: str) -> str:
-    """Return the commit of a revision, because a branch may move while its shards are read."""
-    huggingface_hub = import_package("huggingface_hub", f"hub:{name}", extra="hub")
-    try:
-        return str(huggingface_hub.HfApi().dataset_info(name, revision=revision).sha)
-    except Exception as error:  # network errors come from the HTTP library
-        raise _cannot_open(name, f"at revision {revision}", error) from error
+def _config_of(match: re.Match[str]) -> str:
+    return _DEFAULT if match["config"] in (None, "data") else match["config"]
 
 
-@cache
-def _stream(name: str, config: str | None, split: str, commit: str) -> Any:
-    datasets = import_package("datasets", f"hub:{name}", extra="hub")
-    options = {"split": split, "revision": commit, "streaming": True}
-    try:
-        # Without it, `datasets` may ask whether to run a script in the repository.
-        return datasets.load_dataset(name, config, **options, trust_remote_code=False)
-    except Exception as error:  # ValueError for a configuration or a split; network errors
-        raise _cannot_open(
-            name, f"with configuration {config or 'default'} and split {split}", error
-        ) from error
+def _one_of(name: str, key: str, wanted: str | None, known: Iterable[str]) -> str:
+    """Return the wanted configuration or split, or the default one.
 
-
-def _cannot_open(name: str, which: str, error: Exception) -> DataError:
-    message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return DataError(
-        f"The dataset {name} {which} cannot be opened: {message}.",
-        fix="Check the name. Write it as hub:ORG/NAME:config=...,split=...,revision=....",
-    )
-
-
-def _check_fields(dataset: str, columns: list[str], fields: Fields) -> None:
-    """Reject a field that is not a column, if the columns are known before a row is read."""
-    for field, option in fields.named:
-        if not columns or field in columns or field.partition(".")[0] in columns:
-            continue
-        guess = nearest(field, columns)
-        hint = f"Did you mean {option} {in_shell(guess)}? " if guess else ""
+    Raises: DataError when there is no such one, or several to choose from.
+    """
+    names = sorted(known)
+    if not names:
         raise DataError(
-            f"{dataset} has no field {field!r}.", fix=f"{hint}Its fields are: {', '.join(columns)}."
+            f"The dataset {name} has no Parquet files.",
+            fix=f"Name the files of its repository, for example 'hf://datasets/{name}/**/*.jsonl'.",
         )
+    if wanted is None and (len(names) == 1 or _DEFAULT in names):
+        return names[0] if len(names) == 1 else _DEFAULT
+    if wanted in names:
+        return wanted
+    guess = nearest(wanted or "", names) or names[0]
+    raise DataError(
+        f"The dataset {name} has no {key} {wanted!r}."
+        if wanted
+        else f"The dataset {name} has several configurations.",
+        fix=f"Add {key}={guess}, or a different one of: {', '.join(names)}.",
+    )

@@ -1,127 +1,277 @@
-"""CSV and TSV: one document per row, with fields named by the first row."""
+"""Tables, read with the package pyarrow: Parquet, CSV, and Arrow files. A row is a document."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import re
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from flatout.data.sources import BadRow, Row
-from flatout.data.sources.fields import ROW_BYTES, Fields, document
-from flatout.data.sources.long import not_utf8
-from flatout.data.sources.packed import Unread, open_bytes
+from flatout.data.sources.fields import ROW_BYTES, Fields, document, too_long
+from flatout.data.sources.listing import Piece, suffix_of
+from flatout.data.sources.packed import (
+    CANNOT_BE_READ,
+    NotHandedOut,
+    Unread,
+    import_package,
+    open_bytes,
+    unreadable,
+)
+from flatout.storage.json_io import JsonObject
 
-_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
+PARQUET, ARROW = frozenset({".parquet"}), frozenset({".arrow", ".feather"})
+CSV = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """Possible delimiters by suffix: the one that splits the first row into the most columns is used.
 """
-TABLE_SUFFIXES = frozenset(_DELIMITERS)
-_AFTER_CR = re.compile(rb"(?<=\r)(?!\n)")
-"""Where a line ends without a line feed, as in files of old spreadsheets."""
+TABLE_SUFFIXES = PARQUET | ARROW | CSV.keys()
+BATCH_ROWS = 256
+BATCH_BYTES = 4 << 20
+"""Rows are converted in batches of up to BATCH_ROWS rows and about this many bytes."""
+_PAGE_BYTES = 1 << 20
+"""Bytes of a column of Parquet read at a time, instead of the whole row group."""
+_HEADER_BYTES = 1 << 20
 
 
-def read_table(path: str, suffix: str, fields: Fields) -> Iterator[Row]:
-    """Yield the rows of a table. Blank lines are skipped.
+class _Part(NamedTuple):
+    """A part of a table, beside which damage leaves the others readable."""
 
-    Raises: Unread when the rest cannot be read.
+    batches: Iterable[Any]
+    """Its rows, as pyarrow's batches. Of CSV, also the bad rows before them, by their numbers."""
+    num_bytes: int
+    """Approximate bytes of the columns that are read."""
+    num_rows: int = 0
+    """Its rows, when others follow."""
+
+
+_Table = tuple[Any, Callable[[list[str]], Iterable[_Part]]]
+"""The schema of a table, and a function that returns its parts, given the fields to read."""
+
+
+def read_table(piece: Piece, fields: Fields) -> Iterator[Row]:
+    """Yield the rows of a table, or of row groups of Parquet.
+
+    A file that cannot be read, or the rest of a row group, is one bad row.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), ROW_BYTES))
-    with open_bytes(path) as file:
-        lines = _Lines(path, file)
-        first = next((line for line in lines if not line.isspace()), "")
-        if lines.fault is not None:
-            raise not_utf8(path, *lines.fault)
-        delimiter = max(
-            _DELIMITERS[suffix],
-            key=lambda delimiter: len(next(csv.reader([first], delimiter=delimiter), [])),
-        )
-        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
-        header: list[str] = []
-        while True:
-            lines.begin_row()
-            where = f"{path}, line {lines.first}"
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                if not header:
-                    fix = "Check that the first row names the columns."
-                    raise Unread(f"{path} is not CSV: {error}.", fix=fix) from error
-                several = lines.number > lines.first  # an unclosed quote swallows the rows after it
-                yield _bad(f"is not CSV: {error}", where, lines.row_bytes if several else 0)
+    path, suffix = piece.path, suffix_of(piece.path)
+    opened = _parquet if suffix in PARQUET else _arrow if suffix in ARROW else _csv
+    try:
+        with open_bytes(path) as file:
+            schema, parts = opened(piece, file)
+            fields = fields.among(schema.names)
+            named = [field for field, _ in fields.named]
+            is_whole = {*named} <= _columns(schema)
+            number = piece.first_row
+            for part in parts(named if is_whole else schema.names):
+                for row in _rows(part, path, number, fields):
+                    if not is_whole and isinstance(row, BadRow):  # as every row would be
+                        yield replace(row, location=path)
+                        return
+                    yield row
+                number += part.num_rows
+    except _errors() as error:
+        yield _unread(path, path, error, piece.num_bytes)
+
+
+def _columns(schema: Any, prefix: str = "") -> set[str]:
+    """Return the names of all columns, and those of fields of a struct, with dots."""
+    found: set[str] = set()
+    for column in schema:
+        found.add(prefix + column.name)
+        if str(column.type).startswith("struct<"):
+            found |= _columns(column.type, f"{prefix}{column.name}.")
+    return found
+
+
+def _rows(part: _Part, path: str, number: int, fields: Fields) -> Iterator[Row]:
+    """Yield the rows of a part, after row `number`."""
+    omitted: set[int] = set()
+    try:
+        for batch in part.batches:
+            if isinstance(batch, dict):
+                omitted |= batch.keys()
+                yield from batch.values()
                 continue
-            if row is None:
-                return
-            if not header:
-                header = [name.strip() for name in row]
-                twice = next((name for name in header if header.count(name) > 1), None)
-                if twice is not None:
-                    fix = "Give each column a unique name in the first row."
-                    raise Unread(f"{path} has two columns called {twice!r}.", fix=fix)
-            elif lines.fault is not None:
-                yield BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path, where)
-            elif row and len(row) != len(header):
-                yield _bad(f"has {len(row)} columns where the first row has {len(header)}", where)
-            elif row:
-                found = document(dict(zip(header, row, strict=True)), fields, where)
-                if isinstance(found, BadRow) and fields.text not in header:
-                    found = replace(found, what=f"{found.what}: the first row names the columns")
-                yield found
+            for row in _converted(batch):
+                number += 1
+                while number in omitted:
+                    number += 1
+                where = f"{path}, row {number}"
+                if row is None:
+                    yield too_long(where, ROW_BYTES)
+                elif isinstance(row, UnicodeDecodeError):
+                    fix = "Write it again as UTF-8, or skip such rows with --on-bad-row skip."
+                    yield BadRow(f"is not UTF-8: {row.reason}", fix, "not UTF-8", where)
+                else:
+                    yield document(row, fields, where)
+    except _errors() as error:
+        yield _unread(path, f"{path} after row {number}", error, part.num_bytes)
 
 
-def _bad(what: str, where: str, unread_bytes: int = 0) -> BadRow:
-    fix = "Repair the row, or skip such rows with --on-bad-row skip."
-    return BadRow(what, fix, "not CSV", where, unread_bytes)
-
-
-class _Lines:
-    """Reads the lines of a file and counts them."""
-
-    def __init__(self, path: str, file: IO[bytes]) -> None:
-        self._path = path
-        self._file = file
-        self._offset = 0
-        self._waiting: deque[bytes] = deque()
-        """Lines that were read, after the last one returned."""
-        self._rest = b""
-        """The start of a line whose end was not read."""
-        self.number = 0
-        """Number of the last line read, counted from 1."""
-        self.begin_row()
-
-    def begin_row(self) -> None:
-        """Reset the record of the current row: the next line starts a new one."""
-        self.first = self.number + 1
-        """First line of the row."""
-        self.row_bytes = 0
-        """Bytes of the row read so far."""
-        self.fault: tuple[int, int] | None = None
-        """Offset and value of the row's first byte that is not UTF-8."""
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        if not self._waiting:
-            block = self._rest + self._file.readline(ROW_BYTES + 1)
-            self._waiting.extend(filter(None, _AFTER_CR.split(block)))
-            has_more = len(self._waiting) > 1 and not block.endswith(b"\n")
-            self._rest = self._waiting.pop() if has_more else b""
-        line = self._waiting.popleft() if self._waiting else b""
-        if not line:
-            raise StopIteration
-        self.number += 1
-        if len(line) > ROW_BYTES:
-            raise Unread(
-                f"{self._path}, line {self.number} is longer than {ROW_BYTES >> 20} MiB.",
-                fix="Check that the file is CSV or TSV.",
-            )
-        start, self._offset = self._offset, self._offset + len(line)
-        self.row_bytes += len(line)
+def _converted(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None]:
+    """Yield the rows of a batch: an error for a row that is not UTF-8, None for one too long."""
+    failed: UnicodeDecodeError | None = None
+    rows, num_bytes = batch.num_rows, batch.nbytes
+    limit = min(BATCH_BYTES, ROW_BYTES)
+    at_once = min(BATCH_ROWS, max(limit * rows // max(num_bytes, 1), 1))
+    if rows <= at_once and num_bytes <= ROW_BYTES:
         try:
-            return line.decode("utf-8-sig" if start == 0 else "utf-8")
+            yield from batch.to_pylist()
+            return
         except UnicodeDecodeError as error:
-            self.fault = self.fault or (start + error.start, line[error.start])
-            return line.decode(errors="replace")
+            failed, at_once = error, 1
+    if rows == 1:
+        yield failed
+        return
+    for start in range(0, rows, at_once):
+        yield from _converted(batch.slice(start, at_once))
+
+
+def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
+    """Return the bad row for a damaged part, which counts as lost entirely.
+
+    Raises: DataError when the system does not let flatout read the file.
+    """
+    if isinstance(unread := unreadable(path, error), NotHandedOut):
+        raise unread from error
+    message = " ".join(str(error).split()).rstrip(".")
+    fix = "Check that the file is complete. --on-bad-row skip skips the unreadable rest."
+    return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
+
+
+def _parquet(piece: Piece, file: IO[bytes]) -> _Table:
+    parquet = _open_parquet(piece.path, file)
+
+    def parts(fields: list[str]) -> Iterator[_Part]:
+        for number in range(piece.start, piece.end or parquet.num_row_groups):
+            rows = parquet.metadata.row_group(number).num_rows
+            num_bytes = _size(parquet, number, fields)
+            at_once = min(BATCH_ROWS, max(BATCH_BYTES * rows // max(num_bytes, 1), 1))
+            batches = parquet.iter_batches(
+                at_once, row_groups=[number], columns=fields, use_threads=False
+            )
+            yield _Part(batches, num_bytes, rows)
+
+    return parquet.schema_arrow, parts
+
+
+def _open_parquet(path: str, file: IO[bytes]) -> Any:
+    return import_package("pyarrow.parquet", path, extra="parquet").ParquetFile(
+        file, buffer_size=_PAGE_BYTES, pre_buffer=False, page_checksum_verification=True
+    )
+
+
+def _size(parquet: Any, group: int, fields: Sequence[str]) -> int:
+    """Return the bytes of a row group's columns that contain the fields."""
+    described = parquet.metadata.row_group(group)
+    chunks = map(described.column, range(described.num_columns))
+    return sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if any(f"{chunk.path_in_schema}.".startswith(f"{field}.") for field in fields)
+    )
+
+
+def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[Piece]:
+    """Split a file into runs of row groups, each up to `limit` bytes of the requested columns.
+
+    A file that is damaged or lacks a column is not split: reading it reports the problem.
+
+    Raises: MissingPackage without pyarrow.
+    """
+    found: list[Piece] = []
+    rows = 0
+    try:
+        with open_bytes(path) as file:
+            parquet = _open_parquet(path, file)
+            named = [field for field, _ in fields.among(parquet.schema_arrow.names).named]
+            is_whole = not {*named} <= _columns(parquet.schema_arrow)
+            for number in range(0 if is_whole else parquet.num_row_groups):
+                last, num_bytes = found[-1] if found else None, _size(parquet, number, named)
+                if last and last.num_bytes + num_bytes <= limit:
+                    found[-1] = replace(last, end=number + 1, num_bytes=last.num_bytes + num_bytes)
+                else:
+                    found.append(Piece(path, number, number + 1, num_bytes, rows))
+                rows += parquet.metadata.row_group(number).num_rows
+    except _errors():
+        found = []
+    return found or [Piece(path, 0, None, size)]
+
+
+def _arrow(piece: Piece, file: IO[bytes]) -> _Table:
+    """Return the table in an Arrow file, or in a stream, as the package datasets writes it."""
+    ipc = import_package("pyarrow.ipc", piece.path, extra="parquet")
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    reader = (ipc.open_file if is_file else ipc.open_stream)(file)
+
+    def parts(fields: list[str]) -> list[_Part]:
+        names = [
+            name
+            for name in reader.schema.names
+            if any(f"{field}.".startswith(f"{name}.") for field in fields)
+        ]
+        batches = (
+            map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+        )
+        return [_Part((batch.select(names) for batch in batches), piece.num_bytes)]
+
+    return reader.schema, parts
+
+
+def _csv(piece: Piece, file: IO[bytes]) -> _Table:
+    """Return the table in a CSV or TSV file. Its first row names the columns."""
+    arrow, reader = (
+        import_package(name, piece.path, extra="parquet") for name in ("pyarrow", "pyarrow.csv")
+    )
+    with open_bytes(piece.path) as start:
+        lines = re.split("\r\n|\r|\n", start.read(_HEADER_BYTES).decode("utf-8-sig", "replace"))
+    blank = next((index for index, line in enumerate(lines) if line.strip()), 0)
+    rows = [
+        (delimiter, next(csv.reader([lines[blank]], delimiter=delimiter), []))
+        for delimiter in CSV[suffix_of(piece.path)]
+    ]
+    delimiter, header = max(rows, key=lambda row: len(row[1]))
+    names = [name.strip() for name in header]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        fix = "Give each column a unique name in the first row."
+        raise Unread(f"{piece.path} has two columns called {twice!r}.", fix=fix)
+    bad: dict[int, BadRow] = {}
+
+    def omit(row: Any) -> str:
+        number = row.number - blank - 1
+        what = f"has {row.actual_columns} columns where the first row has {len(names)}"
+        fix = "Repair the row, or skip such rows with --on-bad-row skip."
+        bad[number] = BadRow(what, fix, "not CSV", f"{piece.path}, row {number}")
+        return "skip"
+
+    def batches(fields: list[str]) -> Iterator[Any]:
+        opened = reader.open_csv(
+            file,
+            reader.ReadOptions(
+                use_threads=False, block_size=ROW_BYTES, column_names=names, skip_rows=blank + 1
+            ),
+            reader.ParseOptions(
+                delimiter=delimiter, newlines_in_values=True, invalid_row_handler=omit
+            ),
+            # as bytes, because text that is not UTF-8 would end the file
+            reader.ConvertOptions(
+                column_types=dict.fromkeys(fields, arrow.binary()), include_columns=fields
+            ),
+        )
+        for batch in opened:
+            yield {number: bad.pop(number) for number in sorted(bad)}
+            yield batch.cast(arrow.schema(dict.fromkeys(fields, arrow.string())), safe=False)
+        yield bad
+
+    has_rows = any(map(str.strip, lines[blank + 1 :]))
+    schema = arrow.schema(dict.fromkeys(names if any(names) else [], arrow.string()))
+    return schema, lambda fields: [_Part(batches(fields), piece.num_bytes)] if has_rows else []
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the errors that pyarrow raises for a damaged file."""
+    return (importlib.import_module("pyarrow").ArrowException, OSError, EOFError)

@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from flatout.data.sources.long import utf8
 from flatout.errors import DataError, MissingPackage
 from flatout.storage.json_io import JsonObject
 
@@ -83,6 +82,24 @@ MAX_GROWTH_BYTES = 32 << 20
 """gigatoken caches every word it meets. It is reloaded when the process has grown by this much."""
 ABSENT = 0xFFFF_FFFF
 """The id of a character that a table does not have."""
+
+
+_last_utf8 = ("", b"")
+
+
+def utf8(text: str, errors: str = "strict") -> bytes:
+    """Return the UTF-8 of a text. `errors` is what `str.encode` does about surrogates.
+
+    The last result is kept: packing hashes, measures and tokenises one document after another.
+    """
+    global _last_utf8
+    last = _last_utf8  # another thread may replace it meanwhile
+    if last[0] is not text:
+        try:
+            last = _last_utf8 = text, text.encode()
+        except UnicodeEncodeError:
+            return text.encode(errors=errors)
+    return last[1]
 
 
 class UnknownCharacter(Exception):

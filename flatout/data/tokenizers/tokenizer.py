@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from flatout.data.conversation.rendering import Example
 from flatout.data.conversation.templates import CONFIG_FILE
-from flatout.data.sources.long import chunks_of
 from flatout.data.tokenizers.engines import (
     Encode,
     Ids,
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are encoded in pieces of this size, to save memory."""
-MAX_PIECE_CHARACTERS = 1 << 20
-"""A text that cannot be cut within this length is rejected: encoding it would have no bound."""
-LOOKAHEAD_CHARACTERS = 4096
-"""Characters after a cut that a tokenizer may inspect to decide whether the cut is safe."""
 MAX_VOCAB_SIZE = 1 << 24
 """Tables of this length must fit in memory. Real vocabularies have a few hundred thousand ids."""
 UNKNOWN = "\ufffd".encode()
@@ -68,8 +63,6 @@ too if its last piece ends in the same way without what follows. By the patterns
   o200k continues after a line end, and only with a slash.
 Python's \s includes all white space of Unicode.
 """
-MAX_TRIES = 64
-"""Positions tried before a text is considered impossible to cut."""
 
 Mask = NDArray[np.uint8]
 Places = NDArray[np.int64]
@@ -182,57 +175,26 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        return [index for ids in self.encode_stream([text]) for index in ids.tolist()]
+        return [index for ids in self.encode_pieces(text) for index in ids.tolist()]
 
-    def encode_stream(self, chunks: Iterable[str]) -> Iterator[Ids]:
-        """Yield the ids of one text that arrives in chunks, piece by piece, in bounded memory.
+    def encode_pieces(self, text: str) -> Iterator[Ids]:
+        """Yield the ids of a text, piece by piece.
 
-        The ids do not depend on the chunks.
-
-        Raises: NotEncodable when the vocabulary cannot express the text, or the text is too long
-                without a position where it can be cut.
+        Raises: NotEncodable when the vocabulary cannot express the text.
         """
-        pending, offset = "", 0
-        for block in _blocks(chunks):
-            text, start = pending + block, 0
-            while (piece := self._next_piece(text, start, offset)) is not None:
-                ids, start = piece
-                yield ids
-            pending, offset = text[start:], offset + start
-        yield self.encode_piece(pending, offset)
+        start = 0
+        while (cut := self._next_cut(text, start + PIECE_CHARACTERS)) is not None:
+            yield self.encode_piece(text[start:cut], start)
+            start = cut
+        yield self.encode_piece(text[start:], start)
 
-    def _next_piece(self, text: str, start: int, offset: int) -> tuple[Ids, int] | None:
-        """Return the ids of the piece that starts at `start`, and its end.
-
-        None when the rest of the text may be one piece.
-        """
-        longest, first = start + MAX_PIECE_CHARACTERS, start + PIECE_CHARACTERS
-        cut = None
-        if first < len(text):
-            cut = self.next_cut(text, first, min(longest, len(text)))
-        if cut is not None:
-            return self.encode_piece(text[start:cut], offset + start), cut
-        if longest + LOOKAHEAD_CHARACTERS < len(text):
-            raise NotEncodable(
-                f"The tokenizer {self.name!r} cannot cut the text anywhere in the "
-                f"{MAX_PIECE_CHARACTERS:,} characters from {offset + start} on.",
-                fix="Break up the document, prepare with --tokenizer byte or train:N, or "
-                + SKIP_DOCUMENTS,
-            )
-        return None
-
-    def next_cut(self, text: str, start: int, end: int) -> int | None:
-        """Return the first position in `start`..`end` that no token crosses, by proof or by trial.
-
-        None when there is no such position, or the tokenizer does not split text into words.
-        """
+    def _next_cut(self, text: str, start: int) -> int | None:
+        """Return the first position from `start` that no token crosses. None if none is known."""
         if self._table is not None:
-            return start
+            return start if start < len(text) else None
         if self.layout is not None and self.layout.cuts_are_known:
-            return known_cut(text, start, end)
-        if not self._definition.get("pre_tokenizer"):
-            return None
-        return confirmed_cut(lambda piece: self.encode_piece(piece, 0), text, start, end)
+            return known_cut(text, start, len(text))
+        return None
 
     def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text, none of them special.
@@ -301,7 +263,7 @@ class Tokenizer:
                     for part in (
                         [np.array([self._special[text[start:stop]]], np.uint32)]
                         if (start, stop) in names
-                        else self.encode_stream(chunks_of(text[start:stop]))
+                        else self.encode_pieces(text[start:stop])
                     )
                 ),
             ]
@@ -499,39 +461,7 @@ def counted(starts: Places, stops: Places, targets: Iterable[Sequence[int]]) -> 
     return mask.astype(np.uint8)
 
 
-def _blocks(chunks: Iterable[str]) -> Iterator[str]:
-    """Join small chunks into blocks of at least PIECE_CHARACTERS, to search for fewer cuts."""
-    waiting: list[str] = []
-    size = 0
-    for chunk in chunks:
-        waiting.append(chunk)
-        size += len(chunk)
-        if size >= PIECE_CHARACTERS:
-            yield "".join(waiting)
-            waiting, size = [], 0
-    yield "".join(waiting)
-
-
 def known_cut(text: str, start: int, end: int) -> int | None:
     """Return the first position in `start`..`end` that no known pattern matches across."""
     match = CUT.search(text, start, end)
     return match.start() if match else None
-
-
-def confirmed_cut(encode: Callable[[str], Ids], text: str, start: int, end: int) -> int | None:
-    """Return the first position where both sides encode separately to the ids of the whole.
-
-    Positions near the end of the text are not tried, so that text after it cannot matter.
-    """
-    last = min(end, len(text) - LOOKAHEAD_CHARACTERS)
-    for match in itertools.islice(CUT.finditer(text, start, last), MAX_TRIES):
-        cut = match.start()
-        right = text[cut : cut + LOOKAHEAD_CHARACTERS]
-        right_ids = encode(right)
-        lefts = (text[max(cut - LOOKAHEAD_CHARACTERS // part, 0) : cut] for part in (1, 2))
-        if all(
-            np.array_equal(np.concatenate([encode(left), right_ids]), encode(left + right))
-            for left in lefts
-        ):
-            return cut
-    return None

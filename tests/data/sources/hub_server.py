@@ -12,9 +12,13 @@ from web_server import WebServer
 
 
 class HubServer(WebServer):
-    """Serves the repositories that files were `put` into. Each has one commit, its `main`."""
+    """Serves the repositories that files were `put` into. Each has one commit, its `main`.
+
+    Files put at CONVERTED are in the branch that the hub converts to Parquet.
+    """
 
     COMMIT = "c0ffee" + "0" * 34
+    CONVERTED = "decade" + "0" * 34
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +26,8 @@ class HubServer(WebServer):
         self.commits: dict[str, str] = {}
 
     def put(self, repository: str, path: str, content: bytes, *, commit: str = COMMIT) -> None:
-        self.commits[repository] = commit
+        if commit != self.CONVERTED:
+            self.commits[repository] = commit
         self.files[f"/datasets/{repository}/resolve/{commit}/{path}"] = content
 
     def answer(self, handler: BaseHTTPRequestHandler, *, body: bool) -> None:
@@ -34,11 +39,14 @@ class HubServer(WebServer):
             self._answer_file(handler, body=body)
             return
         repository, kind, revision, path = found.groups()
-        commit = self.commits.get(repository)
+        revision = urllib.parse.unquote(revision or "main")
+        is_converted = revision in ("refs/convert/parquet", self.CONVERTED)
+        commit = self.CONVERTED if is_converted else self.commits.get(repository)
         root = f"/datasets/{repository}/resolve/{commit}/"
         paths = [name.removeprefix(root) for name in self.files if name.startswith(root)]
-        if not paths or revision not in (None, "main", commit):
-            missing = "RepoNotFound" if not paths else "RevisionNotFound"
+        known = ("main", commit, "refs/convert/parquet")
+        if not paths or revision not in known:
+            missing = "RevisionNotFound" if repository in self.commits else "RepoNotFound"
             self._json(handler, {"error": "not found"}, 404, missing)
         elif kind == "tree":
             self._answer_tree(handler, root, paths, urllib.parse.unquote(path or ""))

@@ -7,6 +7,7 @@ import pytest
 
 from flatout.data import sources
 from flatout.data.sources import BadRow, Document, LeftOut, files
+from flatout.data.sources.listing import shared_file
 from flatout.data.sources.packed import NotHandedOut
 from flatout.errors import DataError
 
@@ -59,10 +60,10 @@ def test_skipped_files_of_a_directory_are_counted_by_suffix_and_change_nothing_e
     for name in ("x.py", "y.py.gz", "z.tar.GZ", "Makefile"):
         (tmp_path / name).write_text(name)
     (part,) = files.files(str(tmp_path))
-    assert (part.fingerprint, part.num_bytes, part.paths) == (
+    assert (part.fingerprint, part.num_bytes, part.files) == (
         before.fingerprint,
         before.num_bytes,
-        before.paths,
+        before.files,
     )
     left_out = [row for row in part.rows() if isinstance(row, LeftOut)]
     assert list(left_out) == list(part.skipped)
@@ -146,7 +147,7 @@ def test_rows_split_into_tasks_are_each_read_once(tmp_path, monkeypatch, step):
     assert [str(row.location) for row in found] == [f"{path}, line {n}" for n in range(2, 7)]
 
 
-def test_small_files_share_a_task_and_text_is_never_split(tmp_path, monkeypatch):
+def test_small_files_share_a_task_and_short_text_is_never_split(tmp_path, monkeypatch):
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text(name * 10)
     (tmp_path / "g.txt").write_text("g" * 100)
@@ -255,22 +256,24 @@ def test_a_large_file_is_fingerprinted_by_blocks_from_end_to_end(tmp_path):
         assert files.fingerprint(path, 100_000, 16_000) != before
 
 
-def test_a_copy_is_found_by_its_content_among_files_of_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "COMPARED_BYTES", 16_000)
-    x = "x" * 49_999
-    texts = {"a": x + "x", "b": x + "y", "c": x + "xx", "copy": x + "y"}
+def test_a_copy_is_found_by_its_content(tmp_path):
+    texts = {"a": "x" * 50, "b": "x" * 49 + "y", "c": "x" * 51, "empty": "", "none": ""}
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text)
-    parts = {name: files.files(str(tmp_path / f"{name}.txt")) for name in texts}
-    assert parts["a"][0].paths == (str(tmp_path / "a.txt"),)
-    assert files.shared_file(parts["a"], parts["b"] + parts["c"]) is None
-    assert files.shared_file(parts["a"] + parts["b"], parts["c"] + parts["copy"]) == str(
-        tmp_path / "copy.txt"
-    )
+    (tmp_path / "copy.txt").write_text(texts["b"])
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
-    assert files.shared_file(parts["a"], files.files(str(tmp_path / "link.txt"))) == str(
-        tmp_path / "link.txt"
-    )
+
+    def listed(*names):
+        return [
+            file
+            for name in names
+            for task in files.files(str(tmp_path / f"{name}.txt"))
+            for file in task.files
+        ]
+
+    assert shared_file(listed("a", "empty"), listed("b", "c", "none")) is None
+    for some, others in ((("a", "b"), ("c", "copy")), (("a",), ("link",)), (("c",), ("b", "c"))):
+        assert shared_file(listed(*some), listed(*others)) == str(tmp_path / f"{others[-1]}.txt")
 
 
 def test_a_local_file_may_be_named_by_url(tmp_path):

@@ -1,106 +1,270 @@
+"""Parquet, CSV and Arrow files, read with pyarrow: a row is a document."""
+
+import gzip
+import pickle
+import re
+import sys
+import tracemalloc
+
 import pytest
 
-from flatout.data.sources import BadRow, Document
-from flatout.data.sources import tables as module
-from flatout.data.sources.files import files, has_rows
+from flatout.data.sources import BadRow, Document, files, tables
+from flatout.errors import DataError, MissingPackage
+from flatout.storage.remote import connection
+
+pyarrow = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 
-def rows(path, text, **parameters):
+def write(path, columns, **options):
+    table = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, **{"row_group_size": 10} | options)
+    elif path.suffix == ".feather":
+        pytest.importorskip("pyarrow.feather").write_feather(table, str(path))
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
+    return path
+
+
+def rows(path, **parameters):
+    return [row for part in files.files(str(path), **parameters) for row in part.rows()]
+
+
+def csv(path, text, **parameters):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    (part,) = files(str(path), **parameters)
-    assert has_rows(part)
-    return list(part.rows())
+    return rows(path, **parameters)
+
+
+def shown(found):
+    """Return the text of each row, or the number and the reason of one that has none."""
+    return [
+        row.text
+        if isinstance(row, Document)
+        else f"{str(row.location).rpartition(' ')[2]}: {row.reason}"
+        for row in found
+    ]
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    """45 rows in five row groups."""
+    texts = [f"row {number}" for number in range(45)]
+    return write(tmp_path / "a.parquet", {"id": list(range(45)), "text": texts})
+
+
+@pytest.mark.parametrize("part_bytes", [1, 400, 1 << 20])
+def test_row_groups_yield_every_row_once_in_order(numbers, monkeypatch, part_bytes):
+    monkeypatch.setattr(files, "PART_BYTES", part_bytes)
+    parts = files.files(str(numbers))
+    assert len(parts) == {1: 5, 400: 3, 1 << 20: 1}[part_bytes]
+    assert [part.fingerprint != "" for part in parts] == [True] + [False] * (len(parts) - 1)
+    found = [row for part in pickle.loads(pickle.dumps(parts)) for row in part.rows()]
+    assert found == [
+        Document(f"row {number}", f"{numbers}, row {number + 1}") for number in range(45)
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather"])
+def test_each_kind_of_value_is_read_or_named_by_its_row(tmp_path, name):
+    nested = [{"q": "ask", "a": {"text": "answer"}}, {"q": None, "a": {"text": "x"}}] * 2
+    columns = {"d": nested, "e.f": ["flat"] * 4, "n": [1, 2, 3, 4], "l": [["x"]] * 4}
+    not_utf8 = pyarrow.array([b"good", b"caf\xe9", b"", b"more"], pyarrow.binary())
+    columns |= {"text": ["a", None, "", "d"], "bytes": not_utf8.view(pyarrow.string())}
+    path = write(tmp_path / name, columns)
+    assert shown(rows(path)) == ["a", "2: 'text' is not text", "3: empty document", "d"]
+    assert shown(rows(path, text_field="bytes")) == [
+        *("good", "2: not UTF-8", "3: empty document", "more")
+    ]
+    assert shown(rows(path, text_field="n"))[0] == "1: 'n' is not text"
+    assert "but it is a list" in str(rows(path, text_field="l")[0].error)
+    assert [row.text for row in rows(path, text_field="e.f")] == ["flat"] * 4
+    prompted = rows(path, text_field="d.a.text", mask_field="d.q")
+    assert [(row.prompt, row.text) for row in prompted] == [("ask", "answer"), ("", "x")] * 2
+    (bad,) = rows(path, text_field="txt")
+    assert f"{path} has no field 'txt'. Fix: Did you mean --text-field text?" in str(bad.error)
+    (bad,) = rows(path, mask_field="prompt")
+    assert "has no field 'prompt'" in str(bad.error)
+    assert "--mask-field " in str(bad.error)
+
+
+def test_only_the_requested_columns_of_parquet_are_read(tmp_path, monkeypatch):
+    columns = {"blob": [bytes([n]) * 300_000 for n in range(40)], "text": ["x"] * 40}
+    path = write(tmp_path / "a.parquet", columns, compression="none", use_dictionary=False)
+    read = []
+    opened = tables.open_bytes
+
+    class Counting:
+        def __init__(self, file):
+            self._file = file
+
+        def read(self, count=-1):
+            read.append(data := self._file.read(count))
+            return data
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._file.close()
+
+    monkeypatch.setattr(tables, "open_bytes", lambda name: Counting(opened(name)))
+    assert len(rows(path)) == 40
+    assert sum(map(len, read)) < path.stat().st_size / 20
+
+
+@pytest.mark.parametrize("sizes", [[0], [2, 0, 3], [0, 1]], ids=str)
+def test_an_empty_row_group_has_no_rows(tmp_path, sizes):
+    schema = pyarrow.schema([("text", pyarrow.string())])
+    with pq.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for size in sizes:
+            writer.write_table(pyarrow.table({"text": ["x"] * size}, schema))
+    assert len(rows(tmp_path / "a.parquet")) == sum(sizes)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather"])
+@pytest.mark.parametrize("kept", [0, 3, 500, -1])
+def test_a_truncated_file_is_one_bad_row_and_the_next_is_read(tmp_path, name, kept):
+    path = write(tmp_path / name, {"text": [f"row {number}" for number in range(45)]})
+    path.write_bytes(path.read_bytes()[:kept])
+    (tmp_path / "b.txt").write_text("after")
+    *before, after = rows(f"{tmp_path}/*")
+    assert after.text == "after"
+    bad = [row for row in before if isinstance(row, BadRow)]
+    assert [row.reason for row in bad] == ["cannot be read"]
+    for row in bad:
+        assert re.search(r"cannot be read: .*\. Fix: Check that the file is", str(row.error))
+
+
+def test_damage_inside_is_named_by_row_and_other_row_groups_are_read(tmp_path):
+    texts = [f"row {number} {number**9}" * 20 for number in range(50)]
+    options = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+    path = write(tmp_path / "a.parquet", {"text": texts}, **options)
+    column = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    data = bytearray(path.read_bytes())
+    data[column.data_page_offset + column.total_compressed_size - 10] ^= 0xFF
+    path.write_bytes(data)
+    found = rows(path)
+    (bad,) = [row for row in found if not isinstance(row, Document)]
+    assert [row.text for row in found if isinstance(row, Document)] == texts[:20] + texts[30:]
+    assert (bad.reason, bad.location) == ("cannot be read", f"{path} after row 20")
+    assert bad.unread_bytes > 0
+    assert "crc" in str(bad.error).lower()
+
+
+def test_a_remote_file_is_read(numbers, memory):
+    memory.pipe("/data/a.parquet", numbers.read_bytes())
+    memory.pipe("/b.csv", b"text\none\n")
+    assert [row.text for row in rows("memory://data")] == [f"row {number}" for number in range(45)]
+    assert str(rows("memory://data/a.parquet")[1].location) == "memory://data/a.parquet, row 2"
+    assert shown(rows("memory://b.csv")) == ["one"]
+
+
+def test_a_failing_server_is_not_a_bad_row(numbers, web, monkeypatch):
+    monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.0)
+    web.files["/a.parquet"] = numbers.read_bytes()
+    (part,) = files.files(f"{web.address}/a.parquet")
+    web.faults = ["500"] * 5
+    with pytest.raises(DataError, match=r"a\.parquet at byte \d.*5 attempts"):
+        list(part.rows())
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.feather"])
+def test_a_missing_package_is_reported_before_anything_is_read(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("text\none\n")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        MissingPackage,
+        match=rf"{name} needs the package pyarrow.*pip install \"flatout\[parquet\]\"",
+    ):
+        files.files(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather"])
+def test_few_long_cells_are_held_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(tables, "BATCH_BYTES", 1 << 20)
+    texts = [f"{number} " + "x" * (1 << 20) for number in range(40)]
+    path = write(tmp_path / name, {"text": texts}, row_group_size=40)
+    (task,) = files.files(str(path))
+    tracemalloc.start()
+    assert [row.text.split()[0] for row in task.rows()] == [str(number) for number in range(40)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather"])
+def test_a_cell_that_is_too_long_is_a_bad_row_and_the_others_are_read(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(tables, "ROW_BYTES", 1 << 20)
+    path = write(tmp_path / name, {"text": ["a", "x" * (2 << 20), "b", "y" * (1 << 19)]})
+    first, bad, *rest = rows(path)
+    assert [row.text[:1] for row in (first, *rest)] == ["a", "b", "y"]
+    assert (bad.reason, str(bad.location)) == ("too long", f"{path}, row 2")
+    assert "is longer than 1 MiB" in str(bad.error)
+
+
+QUOTED = ['one, "two"\nthree', "four"]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "lines"),
+    ("name", "text", "expected"),
     [
-        ("a.csv", 'id,text\n1,"one, ""two""\nthree"\n\n2,four\n', [2, 5]),
-        ("a.CSV", '\ufeff\n"id", text\r\n1,"one, ""two""\nthree"\r\n2,four', [3, 5]),
-        ("a.csv", 'id,text\r1,"one, ""two""\nthree"\r\r2,four\r', [2, 5]),
-        ("a.csv", 'id,text\r1,"one, ""two""\nthree"\r2,four', [2, 4]),
-        ("a.csv", 'id;text\n1;"one, ""two""\nthree"\n2;four\n', [2, 4]),
-        ("a.csv", 'id|text\n1|"one, ""two""\nthree"\n2|four\n', [2, 4]),
-        ("a.tsv", 'id\ttext\n1\t"one, ""two""\nthree"\n2\tfour\n', [2, 4]),
-        ("a.tsv", 'id,text\n1,"one, ""two""\nthree"\n2,four\n', [2, 4]),
+        ("a.csv", 'id,text\n1,"one, ""two""\nthree"\n\n2,four\n', QUOTED),
+        ("a.CSV", '\ufeff\n"id", text\r\n1,"one, ""two""\nthree"\r\n2,four', QUOTED),
+        ("a.csv", 'id,text\r1,"one, ""two""\nthree"\r\r2,four\r', QUOTED),
+        ("a.csv", 'id;text\n1;"one, ""two""\nthree"\n2;four\n', QUOTED),
+        ("a.csv", 'id|text\n1|"one, ""two""\nthree"\n2|four\n', QUOTED),
+        ("a.tsv", 'id\ttext\n1\t"one, ""two""\nthree"\n2\tfour\n', QUOTED),
+        ("a.tsv", 'id,text\n1,"one, ""two""\nthree"\n2,four\n', QUOTED),
+        ("a.csv", "", []),
+        ("a.csv", "\n\n", []),
+        ("a.csv", "id,text", []),
+        ("a.csv", "id,text\n", []),
+        ("a.csv", 'text\nNA\nnull\n""\n7\n', ["NA", "null", "3: empty document", "7"]),
+        ("a.csv", "text\n" + "x" * 2_000_000 + "\n", ["x" * 2_000_000]),
+        (
+            "a.csv",
+            b'id,text\n1,"a\nb"\n2\n3,caf\xe9\n4,e\n5,6,7\n8,f\n',
+            ["a\nb", "2: not CSV", "3: not UTF-8", "e", "5: not CSV", "f"],
+        ),
     ],
 )
-def test_a_row_is_a_document_and_the_first_names_the_columns(tmp_path, name, text, lines):
-    found = rows(tmp_path / name, text)
-    assert [row.text for row in found] == ['one, "two"\nthree', "four"]
-    assert [str(row.location) for row in found] == [
-        f"{tmp_path / name}, line {line}" for line in lines
+def test_a_row_of_csv_is_a_document_and_the_first_names_the_columns(tmp_path, name, text, expected):
+    assert sorted(shown(csv(tmp_path / name, text))) == sorted(expected)
+    packed = tmp_path / f"{name}.gz"
+    packed.write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    assert sorted(shown(rows(packed))) == sorted(expected)
+
+
+def test_rows_of_csv_are_numbered_across_blocks_and_bad_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROW_BYTES", 100)
+    lines = [f"{number},x" if number % 7 else f"{number}" for number in range(1, 200)]
+    found = csv(tmp_path / "a.csv", "text,id\n" + "\n".join(lines))
+    texts = {row.text: str(row.location) for row in found if isinstance(row, Document)}
+    assert texts == {
+        str(number): f"{tmp_path}/a.csv, row {number}" for number in range(1, 200) if number % 7
+    }
+    bad = [row for row in found if isinstance(row, BadRow)]
+    assert [str(row.location) for row in bad] == [
+        f"{tmp_path}/a.csv, row {number}" for number in range(7, 200, 7)
     ]
+    assert bad[0].what == "has 1 columns where the first row has 2"
+    *_, bad = csv(tmp_path / "b.csv", "text\nx\n" + "y" * 300 + "\nz\n")
+    assert (bad.reason, bad.unread_bytes) == ("cannot be read", 310)
 
 
-def test_columns_may_be_named_as_fields(tmp_path):
-    text = "question,answer\nwhy,because\n"
-    (row,) = rows(tmp_path / "a.csv", text, text_field="answer", mask_field="question")
-    assert (row.text, row.prompt, row.location) == ("because", "why", f"{tmp_path}/a.csv, line 2")
-    (row,) = rows(tmp_path / "a.csv", text)
-    assert row.what == "has no field 'text': the first row names the columns"
-    assert row.fix == "Did you mean --text-field answer?"
-
-
-def test_duplicate_column_names_are_rejected(tmp_path):
-    (row,) = rows(tmp_path / "a.csv", "text,text\na,b\n")
+def test_columns_of_csv_may_be_named_as_fields(tmp_path):
+    text = "question,answer,answer.x\nwhy,because,so\n"
+    (row,) = csv(tmp_path / "a.csv", text, text_field="answer", mask_field="question")
+    assert (row.text, row.prompt, row.location) == ("because", "why", f"{tmp_path}/a.csv, row 1")
+    assert shown(rows(tmp_path / "a.csv", text_field="answer.x")) == ["so"]
+    (row,) = rows(tmp_path / "a.csv")
+    assert (row.what, row.fix) == ("has no field 'text'", "Did you mean --text-field answer?")
+    (row,) = rows(tmp_path / "a.csv", mask_field="x", text_field="answer")
+    assert row.location == f"{tmp_path}/a.csv"
+    (row,) = csv(tmp_path / "b.csv", "text,text\na,b\n")
     assert row.what == "has two columns called 'text'"
-
-
-def test_a_bad_row_is_named_by_its_line_and_the_next_is_read(tmp_path):
-    text = b'id,text\n1,"a\nb"\n2\n3,"c" d\n4,caf\xe9\n5,e\n'
-    found = rows(tmp_path / "a.csv", text)
-    assert [row.text for row in found if isinstance(row, Document)] == ["a\nb", "e"]
-    bad = {
-        str(row.location).rpartition(" ")[2]: (row.reason, row.what.partition(":")[0])
-        for row in found
-        if isinstance(row, BadRow)
-    }
-    assert bad == {
-        "4": ("not CSV", "has 1 columns where the first row has 2"),
-        "5": ("not CSV", "is not CSV"),
-        "6": ("not UTF-8", "is not UTF-8"),
-    }
-    assert not any(row.unread_bytes for row in found if isinstance(row, BadRow))
-    assert f"offset {text.index(0xE9)}" in next(
-        row.what for row in found if isinstance(row, BadRow) and row.reason == "not UTF-8"
-    )
-
-
-def test_an_unclosed_quote_counts_the_rows_it_swallows(tmp_path, monkeypatch):
-    (good, bad) = rows(tmp_path / "a.csv", 'id,text\n1,a\n2,"b\n3,c\n4,d\n')
-    assert (good.text, str(bad.location), bad.unread_bytes) == (
-        "a",
-        f"{tmp_path}/a.csv, line 3",
-        13,
-    )
-    monkeypatch.setattr(module, "ROW_BYTES", 100)
-    good, bad = rows(tmp_path / "b.csv", "text\nx\n" + "y" * 200 + "\nz\n")
-    assert (good.text, bad.what, bad.unread_bytes) == ("x", ", line 3 is longer than 0 MiB", 210)
-
-
-@pytest.mark.parametrize("text", ['"id,text\n1,a\n', b"id,t\xe9xt\n1,a\n"])
-def test_a_first_row_that_cannot_be_read_loses_the_table(tmp_path, text):
-    (bad,) = rows(tmp_path / "a.csv", text)
-    assert isinstance(bad, BadRow)
-    assert bad.unread_bytes == len(text)
-
-
-def test_an_empty_table_has_no_rows(tmp_path):
-    for text in ("", "id,text\n", "\n\n"):
-        assert rows(tmp_path / "a.csv", text) == []
-
-
-def test_long_fields_are_read(tmp_path):
-    (row,) = rows(tmp_path / "a.csv", "text\n" + "x" * 200_000 + "\n")
-    assert len(row.text) == 200_000  # the csv module's own limit is less
-
-
-def test_a_file_without_line_feeds_may_be_longer_than_a_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "ROW_BYTES", 40)
-    texts = [f"row {number}" for number in range(200)]
-    found = rows(tmp_path / "a.csv", "\r".join(["text,id", *(f"{text},1" for text in texts)]))
-    assert [row.text for row in found] == texts
-    assert [str(row.location).rpartition(" ")[2] for row in found] == [
-        str(number) for number in range(2, 202)
-    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import unicodedata
-from contextlib import contextmanager
 from functools import cache, partial
 from unittest import mock
 
@@ -26,10 +25,9 @@ from some_tokenizers import (
     ids_of,
     library_of,
     tokenizer_of,
-    unigram,
 )
 from tokenizers import Tokenizer as Library
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import models, processors
 
 from flatout.data.conversation.rendering import Example
 from flatout.data.tokenizers import load_tokenizer, parse_tokenizer, tokenizer
@@ -43,14 +41,9 @@ LONG = (
 some_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@contextmanager
-def in_pieces(size, longest=None, lookahead=None):
+def in_pieces(size):
     """Cut texts after about `size` characters."""
-    longest, lookahead = longest or 1 << 20, lookahead or size + 10
-    names = ("PIECE_CHARACTERS", "MAX_PIECE_CHARACTERS", "LOOKAHEAD_CHARACTERS")
-    values = dict(zip(names, (size, longest, lookahead), strict=True))
-    with mock.patch.multiple(tokenizer, **values):
-        yield
+    return mock.patch.object(tokenizer, "PIECE_CHARACTERS", size)
 
 
 @some_kind
@@ -67,69 +60,27 @@ def test_ids_are_those_of_tokenizers_for_the_stored_file_and_decode_to_the_text(
 
 
 @some_kind
-@given(text=TEXTS, size=st.integers(1, 40), chunk=st.integers(1, 60))
+@given(text=TEXTS, size=st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
-def test_neither_cuts_nor_chunks_change_ids(kind, text, size, chunk):
+def test_cuts_do_not_change_ids(kind, text, size):
     text += "a b\n " * 8
     for each in engines_of(kind):
         whole = each.encode(text)
-        chunks = [text[start : start + chunk] for start in range(0, len(text), chunk)]
         with in_pieces(size):
-            assert np.concatenate(list(each.encode_stream(chunks))).tolist() == whole
+            assert each.encode(text) == whole
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "unigram"])
-def test_long_texts_are_cut(kind):
+@some_kind
+def test_long_texts_are_cut_where_the_pattern_is_known(kind):
     for each in engines_of(kind):
-        if kind == "char":
-            continue
+        text = "ab" * 99 if kind == "char" else LONG
         with in_pieces(20):
-            found = list(each.encode_stream([LONG]))
-        assert len(found) > 5
+            found = list(each.encode_pieces(text))
+            assert len(list(each.encode_pieces("a" * 90))) == (5 if kind in ("char", "byte") else 1)
+        is_known = each.engine == "table" or each.layout is not None
+        assert (len(found) > 5) == is_known
         assert {ids.dtype for ids in found} == {np.dtype(np.uint32)}
-        assert np.concatenate(found).tolist() == ids_of(kind, LONG)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "tiktoken o200k", "tiktoken own"])
-def test_a_long_text_without_a_cut_is_rejected(kind):
-    with in_pieces(10, longest=100, lookahead=50):
-        for each in engines_of(kind):
-            assert each.decode(each.encode("a" * 90)) == "a" * 90
-            with pytest.raises(DataError, match="anywhere in the 100 characters from 0 on"):
-                list(each.encode_stream(["b" * 50] * 10))
-
-
-def test_a_tokenizer_that_does_not_split_text_is_never_cut():
-    model = Library(models.Unigram([("</s>", -9.0), ("a", -1.0), (" ", -1.0)], unk_id=0))
-    model.add_special_tokens(["</s>"])
-    assert parse_tokenizer(model.to_str(), "tokenizer.json").next_cut("a a a a", 1, 7) is None
-
-
-def test_cuts_by_trial_do_not_depend_on_text_that_was_not_read_yet():
-    each, text = tokenizer_of("unigram"), "aB ss aBs 1 a, s" * 30
-    with in_pieces(20, lookahead=30):
-        pieces = [ids.tolist() for ids in each.encode_stream([text])]
-        for size in (1, 7, 50):
-            chunks = [text[start : start + size] for start in range(0, len(text), size)]
-            assert [ids.tolist() for ids in each.encode_stream(chunks)] == pieces
-    assert len(pieces) > 5
-    model = unigram()
-    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    always = parse_tokenizer(model.to_str(), "tokenizer.json")
-    with in_pieces(20, lookahead=30):
-        assert always.encode(text) == model.encode(text, add_special_tokens=False).ids
-
-
-def test_small_chunks_do_not_repeat_the_search_for_a_cut(monkeypatch):
-    """Where text cannot be cut, a new chunk must not repeat the search of all pending text."""
-    each, searched = tokenizer_of("gpt2"), []
-    monkeypatch.setattr(
-        type(each), "next_cut", lambda self, text, start, end: searched.append(len(text))
-    )
-    with in_pieces(1000):
-        (ids,) = each.encode_stream("a" for _ in range(20_000))
-    assert len(ids) == len(each.encode("a" * 20_000))
-    assert len(searched) < 50
+        assert np.concatenate(found).tolist() == ids_of(kind, text)
 
 
 @pytest.mark.slow

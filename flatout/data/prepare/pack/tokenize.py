@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +20,12 @@ from flatout.data.prepare.pack.range_files import (
 from flatout.data.prepare.pack.work_items import WorkItem, num_bytes_of
 from flatout.data.prepare.request.options import Options
 from flatout.data.sources import BadRow, Document, LeftOut
-from flatout.data.sources.long import Text, chunks_of
 from flatout.data.store.manifest import SPLITS, SplitName
-from flatout.data.tokenizers.tokenizer import PIECE_CHARACTERS, NotEncodable, Tokenizer
+from flatout.data.tokenizers.tokenizer import NotEncodable, Tokenizer
 from flatout.storage.files import Array, sync, write_whole, writing
 
 HELD_TOKENS = 1 << 16
 """Maximum tokens of a split held in memory before they are written."""
-HELD_CHARACTERS = 1 << 20
-"""Texts up to this length are tokenised before any of them is packed, longer ones in pieces."""
-PIECES_PER_REPORT = 32
-"""Pieces of a text between two progress reports."""
 _IGNORED = np.zeros(1, np.uint8)
 """The mask of a token that the loss does not count."""
 
@@ -74,16 +68,7 @@ def pack(
     on_bad_row = packing.options.on_bad_row
     index = item.first - 1
     documents = tokens = 0
-
-    def tell(num_bytes: int) -> None:
-        nonlocal documents, tokens
-        before = documents, tokens
-        documents = sum(packer.documents for packer in packers.values()) - record.cut_documents
-        tokens = sum(packer.tokens for packer in packers.values())
-        report(Tally(num_bytes, documents - before[0], tokens - before[1]))
-
     for task in item.read_tasks:
-        left = task.num_bytes
         for row in task.rows():
             if isinstance(row, LeftOut):
                 count_skipped(record.skipped, row.reason, [row.location], row.count)
@@ -94,14 +79,14 @@ def pack(
             index += 1
             sides = list(item.assignment.assign(row.text, index))
             try:
-                for _ in _pack_document(row, sides, packing, packers, record):
-                    read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
-                    left -= read
-                    tell(read)
+                _pack_document(row, sides, packing, packers, record)
             except NotEncodable as error:
                 what = f"{error.reason}: {error.what.removesuffix('.')}"
                 record.skip_bad(BadRow(what, error.fix, error.reason, row.location), on_bad_row)
-        tell(left)
+        before = documents, tokens
+        documents = sum(packer.documents for packer in packers.values()) - record.cut_documents
+        tokens = sum(packer.tokens for packer in packers.values())
+        report(Tally(task.num_bytes, documents - before[0], tokens - before[1]))
     for packer in packers.values():
         packer.flush()
 
@@ -141,50 +126,33 @@ def pack_range(
 
 def _pack_document(
     row: Document,
-    sides: Sequence[tuple[SplitName, Text]],
+    sides: Sequence[tuple[SplitName, str]],
     packing: Packing,
     packers: Mapping[SplitName, _Packer],
     record: RangeRecord,
-) -> Iterator[None]:
-    """Pack the sides of a document by split. Yield after every `PIECES_PER_REPORT` pieces."""
-    encode = packing.tokenizer.encode_example
+) -> None:
+    """Pack the sides of a document by split, once all are tokenised: it is packed whole or not."""
+    tokenizer = packing.tokenizer
     if row.examples:
         ((name, _),) = sides
-        encoded = list(map(encode, row.examples))
+        encoded = list(map(tokenizer.encode_example, row.examples))
         for example, found in zip(row.examples, encoded, strict=True):
             packers[name].add_example(example, *found)
         return
     prompt = row.prompt if packing.options.mask_field else ""
-    made: list[Iterable[tuple[Array, Array | None]]] = []
+    made: list[list[tuple[Array, Array | None]]] = []
     for _, text in sides:
         if prompt and not made:
-            whole = prompt + "".join(chunks_of(text))
-            made.append([encode(Example(whole, ((len(prompt), len(whole)),)))])
+            whole = prompt + text
+            example = Example(whole, ((len(prompt), len(whole)),))
+            made.append([tokenizer.encode_example(example)])
         else:
-            made.append(zip(_tokenise(text, packing), repeat(None)))
+            made.append([(ids, None) for ids in tokenizer.encode_pieces(text)])
     for (name, text), pieces in zip(sides, made, strict=True):
-        packer = packers[name]
-        for count, (ids, mask) in enumerate(pieces, 1):
-            packer.add(ids, mask)
-            if count % PIECES_PER_REPORT == 0:
-                yield
-        packer.end_document(text)
+        for ids, mask in pieces:
+            packers[name].add(ids, mask)
+        packers[name].end_document(text)
     record.cut_documents += len(made) - 1
-
-
-def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:
-    """Return the ids of a text in pieces, which are computed on demand for a long text.
-
-    Raises: NotEncodable when the text cannot be tokenised. A long text is checked in advance only
-            if bad rows are skipped, because a document is packed whole or not at all.
-    """
-    encode = packing.tokenizer.encode_stream
-    if isinstance(text, str) and len(text) <= HELD_CHARACTERS:
-        return list(encode(chunks_of(text)))
-    if packing.options.on_bad_row == "skip":
-        for _ in encode(chunks_of(text)):
-            pass
-    return encode(chunks_of(text))
 
 
 class _Packer:
@@ -231,7 +199,7 @@ class _Packer:
         is_target = ends_turn and bool(mask[-1])
         self.end_document(example.answers, end=None if is_target else _IGNORED)
 
-    def end_document(self, text: Text, *, end: Array | None = None) -> None:
+    def end_document(self, text: str, *, end: Array | None = None) -> None:
         """Append end-of-text to a document with this text. `end` is the mask of end-of-text."""
         self._text_bytes += num_bytes_of(text)
         self.documents += 1

@@ -11,8 +11,8 @@ from typing import Literal, Self
 from pydantic import Field, InstanceOf
 
 from flatout.data.sources import Document, ReadTask, Row
-from flatout.data.sources.long import LongText, Text, utf8
 from flatout.data.store.manifest import SplitName
+from flatout.data.tokenizers.engines import utf8
 from flatout.storage.files import Stored
 from flatout.storage.json_io import JsonObject
 
@@ -27,7 +27,7 @@ class ByHash:
 
     fraction: float
 
-    def assign(self, text: Text, index: int) -> Iterator[tuple[SplitName, Text]]:
+    def assign(self, text: str, index: int) -> Iterator[tuple[SplitName, str]]:
         """Yield the whole document with its split."""
         yield ("val" if hash_fraction(text) < self.fraction else "train"), text
 
@@ -39,7 +39,7 @@ class ByPosition:
     document: int
     character: int
 
-    def assign(self, text: Text, index: int) -> Iterator[tuple[SplitName, Text]]:
+    def assign(self, text: str, index: int) -> Iterator[tuple[SplitName, str]]:
         """Yield the whole document, or both sides of the one that is cut, with their splits."""
         if index == self.document and self.character:
             yield "train", text[: self.character]
@@ -54,7 +54,7 @@ class Whole:
 
     split: SplitName
 
-    def assign(self, text: Text, index: int) -> Iterator[tuple[SplitName, Text]]:
+    def assign(self, text: str, index: int) -> Iterator[tuple[SplitName, str]]:
         """Yield the whole document with the split."""
         yield self.split, text
 
@@ -62,16 +62,10 @@ class Whole:
 Assignment = ByHash | ByPosition | Whole
 
 
-def sha256_of(text: Text) -> bytes:
-    """Return the SHA-256 of the text's UTF-8."""
-    if isinstance(text, LongText):
-        return text.sha256
-    return hashlib.sha256(utf8(text, "surrogatepass")).digest()
-
-
-def hash_fraction(text: Text) -> float:
+def hash_fraction(text: str) -> float:
     """Return the text's hash as a number in [0, 1)."""
-    return int.from_bytes(sha256_of(text)[:8], "big") / 2**64
+    digest = hashlib.sha256(utf8(text, "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 class WorkItem(Stored):
@@ -152,15 +146,11 @@ def first_documents(task: ReadTask, take: int, last_bytes: int | None) -> Iterat
             return
 
 
-def num_bytes_of(text: Text) -> int:
+def num_bytes_of(text: str) -> int:
     """Return the length of the text in UTF-8 bytes."""
-    if isinstance(text, LongText):
-        return text.num_bytes
     return len(text) if text.isascii() else len(utf8(text, "replace"))
 
 
-def cut_to_bytes(text: Text, limit: int) -> Text:
+def cut_to_bytes(text: str, limit: int) -> str:
     """Return the longest prefix of the text that has at most `limit` bytes in UTF-8."""
-    if isinstance(text, LongText):
-        return text.first_bytes(limit)
     return text.encode("utf-8", errors="replace")[:limit].decode("utf-8", errors="ignore")

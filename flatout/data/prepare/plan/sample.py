@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from flatout.data.sources import Document, ReadTask
-from flatout.data.sources.long import Text, chunks_of
 
 SPREAD_TASKS = 64
 """Maximum read tasks that a bounded sample is taken from."""
@@ -13,16 +12,16 @@ STRIPES = 8
 """Stripes taken from a long document."""
 
 
-Reading = Callable[[ReadTask], Iterator[Text]]
+Reading = Callable[[ReadTask], Iterator[str]]
 """Yields the texts of a task that are packed: `texts_of` or `prompts_and_texts_of`."""
 
 
-def texts_of(task: ReadTask) -> Iterator[Text]:
+def texts_of(task: ReadTask) -> Iterator[str]:
     """Yield the texts of a task's documents."""
     return (row.text for row in task.rows() if isinstance(row, Document))
 
 
-def prompts_and_texts_of(task: ReadTask) -> Iterator[Text]:
+def prompts_and_texts_of(task: ReadTask) -> Iterator[str]:
     """Yield the prompts and the texts of a task's documents.
 
     A conversation is yielded in pieces, without its special tokens.
@@ -40,13 +39,13 @@ def prompts_and_texts_of(task: ReadTask) -> Iterator[Text]:
 def sample_texts(
     tasks: Sequence[ReadTask], limit: int | None, read: Reading = texts_of
 ) -> Iterator[str]:
-    """Yield all texts, long ones in chunks. With a limit, about that many characters of them.
+    """Yield all texts. With a limit, about that many characters of them.
 
     A bounded sample is spread evenly over the tasks and over long texts. Unusable rows are skipped
     here. Packing reports them.
     """
     if limit is None:
-        yield from (chunk for task in tasks for text in read(task) for chunk in chunks_of(text))
+        yield from (text for task in tasks for text in read(task))
         return
     count = min(len(tasks), SPREAD_TASKS)
     room = limit
@@ -61,16 +60,10 @@ def sample_texts(
                 break
 
 
-def _stripes(text: Text, budget: int) -> str:
+def _stripes(text: str, budget: int) -> str:
     """Return the text, or, if it exceeds the budget, evenly spread stripes of it."""
     if len(text) <= budget:
-        return "".join(chunks_of(text))
+        return text
     length = max(budget // STRIPES, 1)
-    starts = [(len(text) - length) * index // (STRIPES - 1) for index in range(STRIPES)]
-    stripes = [""] * STRIPES
-    position = 0
-    for chunk in chunks_of(text):
-        for index, start in enumerate(starts):
-            stripes[index] += chunk[max(start - position, 0) : max(start + length - position, 0)]
-        position += len(chunk)
-    return "\n".join(stripes)
+    starts = ((len(text) - length) * index // (STRIPES - 1) for index in range(STRIPES))
+    return "\n".join(text[start : start + length] for start in starts)

@@ -28,8 +28,8 @@ from flatout.data.conversation.rendering import Renderer
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.standard_input import spool_standard_input
 from flatout.data.sources import ReadTask, read_tasks_of
-from flatout.data.sources.files import has_rows, shared_file
-from flatout.data.sources.local import matches
+from flatout.data.sources.files import holds_rows
+from flatout.data.sources.listing import InputFile, matches, shared_file
 from flatout.errors import ConfigError, DataError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
@@ -121,6 +121,11 @@ class Corpus:
         return (*(self.validation.read_tasks if self.validation else ()), *self.read_tasks)
 
     @property
+    def files(self) -> list[InputFile]:
+        """The files of all read tasks."""
+        return [file for task in self.all_read_tasks for file in task.files]
+
+    @property
     def fingerprint(self) -> str:
         """A digest that changes when the documents change."""
         marks = "\n".join(task.fingerprint for task in self.read_tasks if task.fingerprint)
@@ -164,27 +169,25 @@ def open_corpus(
         else _text_tasks(name, fields, spool, progress)
         for name in all_names
     ]
-    tasks = list(chain(*opened))
-    if options.text_field is not None and tasks and not any(map(has_rows, tasks)):
+    files = [[file for task in tasks for file in task.files] for tasks in opened]
+    if options.text_field is not None and not any(not each or holds_rows(each) for each in files):
         raise DataError(
             f"{' '.join(all_names)} has no rows, so it has no field {options.text_field!r}.",
             fix="Remove --text-field, or rename files that hold a JSON object per line to "
             "end in .jsonl.",
         )
     for pattern in options.include:
-        if not any(matches(path, pattern) for task in tasks for path in task.paths):
+        if not any(matches(file.path, pattern) for file in chain(*files)):
             raise DataError(
                 f"--include {pattern!r} matches no file.",
                 fix=f"Quote the pattern, and check it with `find DIR -name {in_shell(pattern)}`"
                 ". It applies to directories that are named as sources.",
             )
-    stats: dict[str, os.stat_result] = {}
-    for name, found in zip(all_names, opened, strict=True):
-        _report_passed_over(name, found, progress)
+    marks: dict[str, str] = {}
+    for name, tasks, found in zip(all_names, opened, files, strict=True):
+        _report_passed_over(name, tasks, progress)
         if name not in (*cards, STANDARD_INPUT):
-            files = (file for task in found for file in task.files)
-            stats.update({file.path: file.stat for file in files if file.stat is not None})
-    marks = "".join(f"{stat.st_size} {stat.st_mtime_ns}\n" for stat in stats.values())
+            marks |= {one.path: f"{one.size} {one.mtime_ns}\n" for one in found if one.mtime_ns}
     train, val = opened[: len(names)], opened[len(names) :]
     card = load_card(cards[0]) if len(names) == len(cards) == 1 else None
     validation = Corpus(options.val, tuple(chain(*val))) if val else None
@@ -197,7 +200,7 @@ def open_corpus(
         tuple(chain(*train)),
         options.split or (card.split if card else None),
         validation,
-        hashlib.sha256(marks.encode()).hexdigest() if marks else "",
+        hashlib.sha256("".join(marks.values()).encode()).hexdigest() if marks else "",
     )
 
 
@@ -288,7 +291,7 @@ def _text_tasks(
     """Return the read tasks of a source that is not a card."""
     if name != STANDARD_INPUT:
         return source_tasks(*_source_and_parameters(name), fields)
-    file, sha256 = spool_standard_input(spool, progress=progress)
+    file, sha256 = spool_standard_input(spool or Path(), progress=progress)
     tasks = source_tasks("files", {"path": str(file)}, fields)
     return _with_fingerprint(tasks, f"standard input {sha256}")
 
@@ -377,7 +380,8 @@ def in_both_splits(corpus: Corpus) -> str | None:
     """
     if corpus.validation is None:
         return None
-    validation = corpus.validation.read_tasks
-    known = {task.fingerprint for task in corpus.read_tasks if not task.paths} - {""}
-    again = (task.fingerprint for task in validation if task.fingerprint in known)
-    return shared_file(corpus.read_tasks, validation) or next(again, None)
+    train, val = corpus.read_tasks, corpus.validation.read_tasks
+    known = {task.fingerprint for task in train if not task.files} - {""}
+    again = (task.fingerprint for task in val if task.fingerprint in known)
+    files = ([file for task in tasks for file in task.files] for tasks in (train, val))
+    return shared_file(*files) or next(again, None)

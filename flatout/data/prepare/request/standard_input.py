@@ -7,11 +7,11 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 import zlib
 from pathlib import Path
-from typing import IO
 
 from flatout.data.sources.packed import Unread, open_bytes
 from flatout.errors import DataError
@@ -19,7 +19,6 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.files import lock, unless_broken
 
 _PREFIX = ".stdin-"
-_BLOCK = 1 << 20
 _PACKED = {
     b"\x1f\x8b": ".gz",
     b"BZh": ".bz2",
@@ -28,20 +27,15 @@ _PACKED = {
 }
 """First bytes of compressed and Parquet files, and the suffixes of such files."""
 _KINDS = {
-    ".txt": "one text",
-    ".jsonl": "JSONL",
-    ".json": "JSON",
-    ".html": "HTML",
-    ".parquet": "Parquet",
+    ".jsonl": rb"\{",
+    ".json": rb"\[\s*\{",
+    ".html": rb"(?i:(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b)",
+    ".txt": b"",
 }
+"""How a text starts, after white space, and the suffix that decides how it is read."""
 
 
-def spool_standard_input(
-    directory: Path | None = None,
-    *,
-    stream: IO[bytes] | None = None,
-    progress: Progress = SILENT,
-) -> tuple[Path, str]:
+def spool_standard_input(directory: Path, *, progress: Progress = SILENT) -> tuple[Path, str]:
     """Save standard input to a file until the process ends, and return it with its SHA-256.
 
     The first bytes decide the file's suffix: Parquet, JSONL, or JSON and HTML, which the reader
@@ -49,8 +43,6 @@ def spool_standard_input(
 
     Raises: DataError when the disk is full.
     """
-    directory = directory or Path(tempfile.gettempdir())
-    digest, size = hashlib.sha256(), 0
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(f"{_PREFIX}*"):
@@ -62,18 +54,12 @@ def spool_standard_input(
         try:
             with contextlib.suppress(OSError):  # this disk has no locks
                 lock(os.dup(descriptor))
-            with (
-                open(descriptor, "wb") as file,
-                progress.task("Reading standard input", unit="MB") as task,
-            ):
-                source = sys.stdin.buffer if stream is None else stream
-                first = block = source.read(_BLOCK)
-                while block:
-                    file.write(block)
-                    digest.update(block)
-                    size += len(block)
-                    task.advance(len(block) / 1e6)
-                    block = source.read(_BLOCK)
+            with open(descriptor, "wb") as file, progress.task("Reading standard input"):
+                shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                file.seek(0)
+                first = file.read(4)
             suffix = next((_PACKED[magic] for magic in _PACKED if first.startswith(magic)), "")
             if suffix != ".parquet":  # its text is read by the name of its compression
                 path = path.rename(path.with_suffix(suffix))
@@ -88,13 +74,12 @@ def spool_standard_input(
             fix=unless_broken(error, "Free space there, or write the text to a file and name it."),
         ) from error
     atexit.register(path.unlink, missing_ok=True)
-    compressed = ", compressed" * (len(path.suffixes) > 1)
-    progress.say(f"Standard input: {size:,} bytes, read as {_KINDS[path.suffixes[0]]}{compressed}.")
-    return path, digest.hexdigest()
+    progress.say(f"Standard input: {path.stat().st_size:,} bytes, read as a {suffix} file.")
+    return path, sha256
 
 
 def _kind(path: Path) -> str:
-    """Return the suffix of a text that starts as this file does, after leading space.
+    """Return the suffix of a text that starts as this file does.
 
     An error in the file is reported when the text is read.
     """
@@ -103,12 +88,7 @@ def _kind(path: Path) -> str:
         contextlib.suppress(OSError, EOFError, zlib.error, Unread),
         open_bytes(str(path)) as file,
     ):
-        start = file.read(_BLOCK).removeprefix(b"\xef\xbb\xbf").lstrip()
-        while not start and (block := file.read(_BLOCK)):
+        start = file.read(1 << 20).removeprefix(b"\xef\xbb\xbf").lstrip()
+        while not start and (block := file.read(1 << 20)):
             start = block.lstrip()
-    if start.startswith(b"{"):
-        return ".jsonl"
-    if re.match(rb"\[\s*\{", start):
-        return ".json"
-    html = rb"(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b"
-    return ".html" if re.match(html, start, re.IGNORECASE) else ".txt"
+    return next(suffix for suffix, begins in _KINDS.items() if re.match(begins, start))

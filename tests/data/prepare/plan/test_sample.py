@@ -2,7 +2,7 @@ import pytest
 from read_tasks import BAD, tasks_of
 
 from flatout.data.prepare.plan.sample import sample_texts
-from flatout.data.sources import LeftOut, file_reading, files
+from flatout.data.sources import LeftOut
 
 
 def test_a_sample_without_limit_is_the_corpus():
@@ -30,12 +30,9 @@ def test_empty_tasks_leave_enough_of_a_sample(every):
     assert 4_000 < sum(map(len, sample_texts(corpus, 8_000))) < 8_800
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_a_bounded_sample_is_spread_over_one_long_text(tmp_path, monkeypatch, held):
-    monkeypatch.setattr(file_reading, "LONG_BYTES", 1 << 30 if held else 4)
+def test_a_bounded_sample_is_spread_over_one_long_text():
     text = "".join(chr(0x100 + place // 1000) for place in range(100_000))
-    (tmp_path / "a.txt").write_text(text)
-    (found,) = sample_texts(files.files(str(tmp_path)), 8000)
+    (found,) = sample_texts(tasks_of([text]), 8000)
     assert 7900 < len(found) < 8100
     assert (found[0], found[-1]) == (text[0], text[-1])
     assert len(set(found)) >= 9

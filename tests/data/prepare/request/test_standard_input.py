@@ -8,12 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.prepare.request import standard_input as stdin
 from flatout.data.prepare.request.standard_input import spool_standard_input
 from flatout.errors import DataError
+from flatout.progress import SILENT
 
 ROOT = Path(__file__).parents[3]
 ROWS = b'{"text": "one"}\n'
+
+
+@pytest.fixture
+def spooled(tmp_path, monkeypatch):
+    """Return a function that saves bytes from standard input."""
+
+    def spool(data, **options):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return spool_standard_input(tmp_path, **options)
+
+    return spool
 
 
 @pytest.mark.parametrize(
@@ -36,26 +47,19 @@ ROWS = b'{"text": "one"}\n'
         (b"<htmlish>", ".txt"),
     ],
 )
-def test_the_suffix_follows_from_the_first_bytes(tmp_path, data, ending):
-    path, sha256 = spool_standard_input(tmp_path, stream=io.BytesIO(data))
+def test_the_suffix_follows_from_the_first_bytes(tmp_path, spooled, data, ending):
+    said = []
+
+    class Listener(type(SILENT)):
+        say = staticmethod(said.append)
+
+    path, sha256 = spooled(data, progress=Listener())
     assert path.read_bytes() == data
     assert sha256 == hashlib.sha256(data).hexdigest()
     assert path.name.startswith(".stdin-")
     assert "".join(path.suffixes) == ending
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_kind_of_text_is_reported(tmp_path):
-    messages = []
-
-    class Listener(type(stdin.SILENT)):
-        def say(self, line):
-            messages.append(line)
-
-    for data in (ROWS, gzip.compress(b"plain")):
-        spool_standard_input(tmp_path, stream=io.BytesIO(data), progress=Listener())
-    assert messages[0] == "Standard input: 16 bytes, read as JSONL."
-    assert messages[1].endswith("bytes, read as one text, compressed.")
+    assert said == [f"Standard input: {len(data):,} bytes, read as a {ending} file."]
 
 
 def test_the_file_is_removed_when_the_process_ends(tmp_path):
@@ -76,20 +80,21 @@ def test_the_file_is_removed_when_the_process_ends(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path):
+def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path, spooled):
     (tmp_path / ".stdin-killed.jsonl").write_bytes(ROWS)
-    used, _ = spool_standard_input(tmp_path, stream=io.BytesIO(ROWS))
-    path, _ = spool_standard_input(tmp_path, stream=io.BytesIO(b"plain"))
+    used, _ = spooled(ROWS)
+    path, _ = spooled(b"plain")
     assert sorted(tmp_path.iterdir()) == sorted([used, path])
 
 
-def test_a_full_disk_is_reported_and_nothing_stays(tmp_path):
-    class Full(io.RawIOBase):
+def test_a_full_disk_is_reported_and_nothing_stays(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
         def read(self, count=-1):
             raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Full()))
     with pytest.raises(
         DataError, match=r"Cannot save standard input in .*: No space left on device.*Free space"
     ):
-        spool_standard_input(tmp_path, stream=Full())
+        spool_standard_input(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.sources.files import files, find_files
-from flatout.data.sources.local import Wanted, expanded, find_local, matches
+from flatout.data.sources.files import files
+from flatout.data.sources.listing import Wanted, find_files, matches
 from flatout.errors import DataError
+from flatout.storage.files import expanded
 
 WANTED = Wanted(frozenset({".txt"}))
 
@@ -17,11 +18,11 @@ def write(root, *names):
 
 
 def found(path):
-    return [(str(file), name) for file, name in find_local(str(path), WANTED)[0]]
+    return find_files(str(path), WANTED)[0]
 
 
 def names(path):
-    return [name for _, name in found(path)]
+    return [file.name for file in found(path)]
 
 
 def test_links_to_directorys_are_followed(tmp_path):
@@ -36,7 +37,7 @@ def test_a_directory_is_searched_once_even_with_several_links(tmp_path):
     (tmp_path / "texts" / "a" / "up").symlink_to("..")
     (tmp_path / "texts" / "a" / "across").symlink_to("../b")
     (tmp_path / "texts" / "b" / "self").symlink_to(".")
-    assert names(tmp_path / "texts") == ["a/x.txt", "b/y.txt"]
+    assert names(tmp_path / "texts") == ["a/across/y.txt", "a/x.txt"]
     assert names(f"{tmp_path}/texts/**/*.txt") == ["x.txt", "y.txt"]
 
 
@@ -103,9 +104,9 @@ def test_a_pattern_searches_directorys_that_match(tmp_path):
     write(tmp_path, "texts/a.txt", "texts/b.py", "texts/sub/c.txt", "texts/sub/d.py", *hidden)
     assert names(f"{tmp_path}/texts/*") == ["a.txt", "b.py", "c.txt", "deep/f.txt"]
     assert names(f"{tmp_path}/texts/s*") == ["c.txt", "deep/f.txt"]
-    every = [Path(file).name for file, _ in found(f"{tmp_path}/texts/**")]
+    every = [Path(file.path).name for file in found(f"{tmp_path}/texts/**")]
     assert every == ["a.txt", "b.py", "c.txt", "d.py", "f.txt"]
-    python = find_files(f"{tmp_path}/texts/**/*.py")[0]
+    python = found(f"{tmp_path}/texts/**/*.py")
     assert [Path(file.path).name for file in python] == ["b.py", "d.py"]
 
 
@@ -113,11 +114,11 @@ def test_skipped_files_of_a_directory_are_listed(tmp_path):
     inside = ("texts/sub/c.txt", "texts/sub/d.py", "texts/sub/.e.py")
     write(tmp_path, "texts/a.txt", "texts/b.py", *inside)
     folder = tmp_path / "texts"
-    assert find_local(str(folder), WANTED)[1] == [f"{folder}/b.py", f"{folder}/sub/d.py"]
-    assert find_local(f"{folder}/*", WANTED)[1] == [f"{folder}/sub/d.py"]
-    assert find_local(f"{folder}/**", WANTED)[1] == []
-    taken, passed_over = find_local(str(folder), Wanted(WANTED.suffixes, ("sub/*.py",)))
-    assert [name for _, name in taken] == ["a.txt", "sub/c.txt", "sub/d.py"]
+    assert find_files(str(folder), WANTED)[1] == [f"{folder}/b.py", f"{folder}/sub/d.py"]
+    assert find_files(f"{folder}/*", WANTED)[1] == [f"{folder}/sub/d.py"]
+    assert find_files(f"{folder}/**", WANTED)[1] == []
+    taken, passed_over = find_files(str(folder), Wanted(WANTED.suffixes, ("sub/*.py",)))
+    assert [file.name for file in taken] == ["a.txt", "sub/c.txt", "sub/d.py"]
     assert passed_over == [f"{folder}/b.py"]
 
 
