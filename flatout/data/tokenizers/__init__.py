@@ -32,6 +32,7 @@ from flatout.data.tokenizers.tokenizer import (
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import expanded
+from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise
 
 RESTORE = (
@@ -266,7 +267,11 @@ def parse_tokenizer(
     Raises: DataError when it contains no tokenizer, or has no such token.
     """
     content = data.encode() if isinstance(data, str) else data
-    vocabulary, added = _vocabulary(content, name)
+    document = _parsed(content, name)
+    vocabulary = vocabulary_of(document, name)
+    added = {
+        int(each["id"]): each["content"] for each in reversed(document.get("added_tokens") or [])
+    }
     named = {key: each for key, each in (named or {}).items() if each in vocabulary}
     token = end_of_text or named.get("eos_token") or usual_end_of_text(vocabulary)
     if stated and not end_of_text:
@@ -290,11 +295,11 @@ def parse_tokenizer(
             if guess
             else "Name its end-of-text token with --end-of-text.",
         )
-    return Tokenizer(content, token, named)
+    return Tokenizer(content, token, named, definition=document)
 
 
-def _vocabulary(content: bytes, name: str) -> tuple[dict[str, int], dict[int, str]]:
-    """Return the ids of a tokenizer.json's tokens, and its added tokens by id.
+def _parsed(content: bytes, name: str) -> JsonObject:
+    """Return what a tokenizer.json contains.
 
     Raises: DataError when it is not one.
     """
@@ -317,7 +322,4 @@ def _vocabulary(content: bytes, name: str) -> tuple[dict[str, int], dict[int, st
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise DataError(f"{name} is not a tokenizer: {error}.", fix=_FILES) from error
-    added = document.get("added_tokens") or []
-    return vocabulary_of(document, name), {
-        int(each["id"]): each["content"] for each in reversed(added)
-    }
+    return document

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,30 +172,33 @@ class Layout:
     """The regular expression with which the pre-tokeniser splits text, one of KNOWN_PATTERNS."""
     normalizes: bool
     """Whether text is normalised to NFC first."""
-    raw_added: Mapping[str, int | None]
-    """Added tokens that are matched in the original text. None for special ones, which stay text.
-    """
-    normalized_added: Mapping[str, int | None]
-    """Added tokens that are matched in the normalised text between the others."""
+    added: tuple[str, ...]
+    """Added tokens that are not special."""
     has_unusual_special: bool
     """Whether a special token takes the white space around it, or is found between words only."""
 
     @property
     def cuts_are_known(self) -> bool:
         """Whether no token crosses the cuts of the pattern, as an added one with a space might."""
-        return not any(
-            index is not None and any(map(str.isspace, content))
-            for added in (self.raw_added, self.normalized_added)
-            for content, index in added.items()
-        )
+        return not any(map(str.isspace, "".join(self.added)))
+
+    def is_normal(self, text: str) -> bool:
+        """Return whether normalisation keeps the text.
+
+        Python follows a newer version of Unicode than `tokenizers`, in which normalised text is
+        normalised in older ones too.
+        """
+        return not self.normalizes or unicodedata.is_normalized("NFC", text)
 
     def splits_at_special(self, text: str) -> bool:
         """Return whether text can be encoded separately between its special tokens."""
-        is_normal = not self.normalizes or unicodedata.is_normalized("NFC", text)
-        return is_normal and not self.has_unusual_special
+        return not self.has_unusual_special and self.is_normal(text)
 
-    def gigatoken(self) -> Encode:
+    def gigatoken(self, reference: Encode) -> Encode:
         """Return gigatoken's encoder for this layout.
+
+        The `reference` encodes text that it does not know: text with an added token, or that is not
+        normalised.
 
         Raises: MissingPackage; DataError when it cannot be used.
         """
@@ -208,8 +211,16 @@ class Layout:
             "decoder": {"type": "ByteLevel"},
             "model": self.model,
         }
-        encode = around_added_tokens(Gigatoken(json.dumps(bare)), self.normalized_added)
-        return around_added_tokens(after_nfc(encode) if self.normalizes else encode, self.raw_added)
+        encode = Gigatoken(json.dumps(bare))
+        if not self.added and not self.normalizes:
+            return encode
+        added = re.compile("|".join(map(re.escape, self.added)) or r"(?!)")
+
+        def encode_known(text: str) -> Ids:
+            is_known = added.search(text) is None and self.is_normal(text)
+            return encode(text) if is_known else reference(text)
+
+        return encode_known
 
 
 def known_layout(definition: JsonObject) -> Layout | None:
@@ -229,16 +240,9 @@ def known_layout(definition: JsonObject) -> Layout | None:
         )
     ):
         return None
-    raw, normalized = (
-        {
-            each["content"]: None if each.get("special") else int(each["id"])
-            for each in added
-            if bool(each.get("normalized")) == is_normalized
-        }
-        for is_normalized in (False, True)
-    )
+    kept = tuple(each["content"] for each in added if not each.get("special"))
     has_unusual = any(any(map(each.get, unusual)) for each in added)
-    return Layout(model, pattern, normalizer is not None, raw, normalized, has_unusual)
+    return Layout(model, pattern, normalizer is not None, kept, has_unusual)
 
 
 def _pattern(pre_tokenizer: JsonObject) -> str:
@@ -330,54 +334,3 @@ class Gigatoken:
                 self._reload()
         assert self._loaded is not None
         return self._loaded.encode(data)
-
-
-def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Encode:
-    """Return an encoder that maps added tokens to their ids, and encodes the text between them.
-
-    At each position the longest token wins. A token without an id is text, and so are tokens that
-    overlap it, as in `tokenizers`.
-    """
-    if all(index is None for index in tokens.values()):
-        return encode
-    by_length = sorted(tokens, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, by_length)))
-
-    def pieces(text: str) -> Iterator[Ids]:
-        start = 0
-        for match in pattern.finditer(text):
-            index = tokens[match[0]]
-            if index is not None:
-                if start < match.start():
-                    yield encode(text[start : match.start()])
-                yield np.array([index], np.uint32)
-                start = match.end()
-        if start < len(text):
-            yield encode(text[start:])
-
-    def encode_around(text: str) -> Ids:
-        if pattern.search(text) is None:
-            return encode(text)
-        text.encode()  # so that an error states the position in the whole text
-        return np.concatenate([np.zeros(0, np.uint32), *pieces(text)])
-
-    return encode_around
-
-
-def after_nfc(encode: Encode) -> Encode:
-    """Return an encoder that first applies NFC.
-
-    The package `tokenizers` does it where Python finds that the text is not normalised: Python
-    follows a newer version of Unicode, in which normalised text is normalised in older ones too.
-    """
-    from tokenizers import normalizers
-
-    normalise = normalizers.NFC().normalize_str
-
-    def encode_normalised(text: str) -> Ids:
-        if unicodedata.is_normalized("NFC", text):
-            return encode(text)
-        text.encode()  # tokenizers would raise a TypeError
-        return encode(normalise(text))
-
-    return encode_normalised

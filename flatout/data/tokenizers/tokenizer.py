@@ -87,8 +87,9 @@ class Tokenizer:
     Special tokens that appear in a text count as text: they are split like other words. The file's
     post-processing, truncation and padding are kept, and not applied. `end_of_text` is the token
     that packing appends to each document, and `named` are special tokens by the names that tools
-    give them, such as bos_token. The engine changes no id: "table" for tokenizers with one id per
-    byte or character, "tokenizers", or "gigatoken" for those with a layout.
+    give them, such as bos_token. `definition` is the content, if it is parsed. The engine changes
+    no id: "table" for tokenizers with one id per byte or character, "tokenizers", or "gigatoken"
+    for those with a layout.
 
     Raises: DataError when the file has an id that is too large.
     """
@@ -99,12 +100,13 @@ class Tokenizer:
         end_of_text: str,
         named: Mapping[str, str] | None = None,
         engine: str | None = None,
+        definition: JsonObject | None = None,
     ) -> None:
         self.content = content
         """The tokenizer.json, as it is."""
         self.end_of_text = end_of_text
         self.named = dict(named or {})
-        self._definition: JsonObject = json.loads(content)
+        self._definition: JsonObject = definition or json.loads(content)
         self.vocabulary = vocabulary_of(self._definition)
         """The id of each token."""
         self.eot_id = self.vocabulary[end_of_text]
@@ -128,7 +130,7 @@ class Tokenizer:
 
     def with_engine(self, engine: str) -> Tokenizer:
         """Return this tokenizer with a different engine."""
-        return Tokenizer(self.content, self.end_of_text, self.named, engine)
+        return Tokenizer(self.content, self.end_of_text, self.named, engine, self._definition)
 
     @property
     def has_text(self) -> bool:
@@ -300,7 +302,7 @@ class Tokenizer:
         if self._table is not None:
             return self._table
         if self.engine == "gigatoken" and self.layout is not None:
-            return self.layout.gigatoken()
+            return self.layout.gigatoken(self._encode_by_reference)
         return self._encode_by_reference
 
     def _encode_by_reference(self, text: str) -> Ids:
