@@ -1,6 +1,7 @@
 """Files, local or remote, compressed or not.
 
-Text is one document per file. JSONL and tables (Parquet, CSV, Arrow) are one document per row.
+Text is one document per file, or several for a long one. JSONL and tables (Parquet, CSV, Arrow) are
+one document per row.
 """
 
 from __future__ import annotations
