@@ -14,7 +14,7 @@ from flatout.cli.main import main
 from flatout.config.documents import read_document
 from flatout.config.registry import recipe_path
 from flatout.config.schema import RunConfig
-from flatout.data.sources.files import find_files
+from flatout.data.sources.files import files
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.data.token_formats.find import find_tokens
@@ -70,9 +70,9 @@ def file(request, tmp_path):
 
 
 TAKERS = {
-    "prepare FILE": lambda path: find_files(str(path)),
-    "prepare GLOB": lambda path: find_files(f"{path.parent}/*"),
-    "prepare FOLDER": lambda path: find_files(str(path.parent)),
+    "prepare FILE": lambda path: files(str(path)),
+    "prepare GLOB": lambda path: files(f"{path.parent}/*"),
+    "prepare FOLDER": lambda path: files(str(path.parent)),
     "inspect FILE": read_manifest,
     "train data.path=FOLDER": lambda path: read_manifest(path.parent),
     "train FILE": read_document,
@@ -107,7 +107,7 @@ def test_a_directory_of_chunks_is_recognised_wherever_it_is_named(tmp_path):
     (tmp_path / "chunks" / "chunk_000000.pt").write_bytes(FILES["best_model.pt"])
     (tmp_path / "chunks" / "metadata.json").write_text("{}")
     takers = (
-        lambda path: find_files(str(path)),
+        lambda path: files(str(path)),
         read_manifest,
         Dataset.open,
         find_run,
@@ -162,7 +162,7 @@ def test_both_files_of_a_megatron_dataset_are_recognised(tmp_path):
     assert recognise(tmp_path / "corpus.bin").name == "the data of a Megatron dataset"
     assert recognise(tmp_path / "corpus.idx").name == "the index of a Megatron dataset"
     with pytest.raises(FlatoutError, match="a directory with corpus") as caught:
-        find_files(str(tmp_path))
+        files(str(tmp_path))
     assert "`flatout.write_dataset`" in caught.value.fix
 
 
@@ -218,7 +218,7 @@ def test_runs_checkpoints_and_datasets_are_distinguished(fox_run, tiny_set):
         find_run(tiny_set)
     assert f"data.path={tiny_set}" in caught.value.fix
     with pytest.raises(FlatoutError, match="is a prepared dataset, not text"):
-        find_files(str(tiny_set))
+        files(str(tiny_set))
     shard = next(tiny_set.glob("*.bin"))
     assert recognise(shard).name == f"a file of the prepared dataset {tiny_set}"
 
@@ -237,7 +237,8 @@ def test_text_is_not_recognised_as_anything_else(tmp_path, name, content):
 def test_a_binary_file_among_texts_is_a_bad_document(tmp_path):
     (tmp_path / "a.pt").write_bytes(FILES["best_model.pt"])
     (tmp_path / "b.log").write_text("text")
-    assert len(find_files(f"{tmp_path}/*")[0]) == 2
+    (task,) = files(f"{tmp_path}/*")
+    assert [Path(piece.path).name for piece in task.arguments[0]] == ["a.pt", "b.log"]
 
 
 @pytest.mark.parametrize(
