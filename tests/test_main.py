@@ -91,9 +91,7 @@ def test_a_speedup_imports_its_installed_package(fox_run, tmp_path):
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     stored = layout.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})
     asked = stored.with_values({"speedups": "auto"})
-    (run / "config.yaml").write_text(yaml.safe_dump(stored.to_dict()))
-    (run / "asked.yaml").write_text(yaml.safe_dump(asked.to_dict()))
-    (run / "summary.json").unlink()
+    layout.write_config(run, stored, requested=asked)
     (tmp_path / "my.yaml").write_text(
         yaml.safe_dump(asked.to_dict() | {"batch": {"tokens_per_step": 128}})
     )

@@ -178,9 +178,7 @@ def load_config(
     if isinstance(recipe, RunConfig):
         return recipe.with_values(parse_overrides(overrides, RunConfig))
     path = recipe_path(recipe) if recipe is not None else None
-    document = read_document(path) if path else {}
-    if path is not None:
-        document.setdefault("name", path.stem)
+    document: JsonObject = {"name": path.stem} | read_recipe(path) if path else {}
     layer = nested(parse_overrides(overrides, RunConfig))
     stated = BATCH_SIZES & (layer.get("batch") or {}).keys()
     if len(stated) == 2 and isinstance(document.get("batch"), dict):
@@ -190,15 +188,26 @@ def load_config(
         config = validate(document)
     except ConfigError as error:
         try:
-            validate(read_document(path) if path else {}, file=path)
+            if path:
+                validate(read_recipe(path), file=path)
         except ConfigError as own:  # with the path of the recipe, unless an override causes it
             if own.what == f"{path}: {error.what}":
                 raise own from error
         raise
-    if path is not None and not trust_code:
+    if path and not trust_code:
         for folder in filter(trust.is_run_folder, {path.parent, path.resolve().parent}):
             trust.require_trusted(folder, config.references(), named=trust.references_in(layer))
     return config
+
+
+def read_recipe(path: Path) -> JsonObject:
+    """Return the settings in a YAML file. Of a run's config.yaml they are the resolved ones.
+
+    Raises: ConfigError.
+    """
+    document = read_document(path)
+    found = document.get("resolved")
+    return found if isinstance(found, dict) else document
 
 
 def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonObject:

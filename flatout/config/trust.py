@@ -131,9 +131,7 @@ def forget(run_folder: Path) -> None:
 
 def is_run_folder(folder: Path) -> bool:
     """Return whether `flatout train` created a directory, judging by its files."""
-    return (folder / CONFIG).exists() and any(
-        (folder / name).exists() for name in ("asked.yaml", "events.jsonl")
-    )
+    return (folder / CONFIG).exists() and (folder / "events.jsonl").exists()
 
 
 def source_of(reference: str) -> Path | None:

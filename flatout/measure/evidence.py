@@ -10,7 +10,8 @@ seconds of an average step, so a save of 2 s every 100 steps is 0.02 in `checkpo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
@@ -61,6 +62,11 @@ every run however long it is: two tell nothing about what saves take of a longer
 """
 MIN_SHARED_GIB = 0.1
 """Least shared memory with which workers are advised. Containers have 64 MiB if none is stated."""
+
+
+def typical(values: Sequence[float]) -> float | None:
+    """Return the median of a metric's records without the first, which includes the warm-up."""
+    return float(median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
 
 def lasting_s(seconds: float, saves: int) -> float | None:

@@ -27,6 +27,7 @@ from flatout.storage.files import Stored
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import read_state
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.runlog import RunLog
 
 MOST_SHOWN = 10
 RECORDED = ("train/", "val/", "tokens")
@@ -217,7 +218,7 @@ def facts_of(run: Path, saved: Sequence[int]) -> dict[tuple[int, str], Any]:
     on speed, the digests of tensor files, and the state without the elapsed time.
     """
     found: dict[tuple[int, str], Any] = {}
-    for record in layout.read_records(run):
+    for record in RunLog(run).records():
         for name in (name for name in record if name.startswith(RECORDED)):
             found[int(record["step"]), f"{layout.METRICS}: {name}"] = record[name]
     for step in saved:

@@ -37,6 +37,7 @@ from flatout.measure.scripts.changes import CHANGES
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.runlog import RunLog
 
 if TYPE_CHECKING:
     from flatout.measure.scripts.scratch import Scratch
@@ -411,8 +412,8 @@ def try_recipe(
 
 def _recorded(run_dir: Path, chosen: RunConfig, asked: RunConfig, found: Result) -> dict[str, Any]:
     """Return what the run directory of a trial adds to its result."""
-    records = [each for each in layout.read_records(run_dir) if "train/loss" in each]
-    events = [*layout.read_events(run_dir)]
+    log = RunLog(run_dir)
+    records, events = [each for each in log.records() if "train/loss" in each], log.events
     measured = [each for each in records if each["step"] > found.warmup_steps + 1] or records
     stated = () if isinstance(asked.speedups, str) else asked.speedups
     facts: dict[str, Any] = {

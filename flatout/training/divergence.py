@@ -9,10 +9,10 @@ from pathlib import Path
 
 from flatout.assembly.run import Run
 from flatout.errors import Diverged, in_shell
-from flatout.storage.json_io import JsonObject, parsing, read_json, write_json
+from flatout.storage.json_io import parsing, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.log import LESS_STEEP, Log
-from flatout.training.run_dir.layout import DIVERGENCE
+from flatout.training.run_dir.layout import EVENTS
 from flatout.training.saving import wait_for_saves
 
 MOST_SEQUENCES = 64
@@ -23,7 +23,7 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     """End the run when `train.max_bad_steps` steps in a row were bad.
 
     All ranks call it at the same points. On a GPU it knows the last step only with `flush`. The
-    report, divergence.json, names the data of these steps.
+    event `divergence` names the data of these steps.
 
     Raises: Diverged with the cause, and the checkpoint from which a new run can start.
     """
@@ -36,15 +36,14 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     wait_for_saves(run, log)
     good = run.mesh.broadcast_object(last_good(run.folder) if run.mesh.is_main else None)
     if run.mesh.is_main:
-        report: JsonObject = {
-            "format_version": 1,
-            "step": bad[-1].step,
-            "reason": bad[-1].reason,
-            "bad_steps": [one.to_dict() for one in bad],
-            "data": run.loader.data_at(bad[-1].start)[:MOST_SEQUENCES],
-            "last_good_checkpoint": None if good is None else str(good),
-        }
-        write_json(run.folder / DIVERGENCE, report)
+        log.event(
+            "divergence",
+            step=bad[-1].step,
+            reason=bad[-1].reason,
+            bad_steps=[one.to_dict() for one in bad],
+            data=run.loader.data_at(bad[-1].start)[:MOST_SEQUENCES],
+            last_good_checkpoint=None if good is None else str(good),
+        )
     last, count = bad[-1].step, bad[-1].in_a_row  # the first ones may be of an earlier process
     steps = f"{count} bad steps in a row, the last one step {last}"
     start = (
@@ -54,7 +53,7 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     )
     raise Diverged(
         f"Training has diverged: {steps if count > 1 else f'step {last} was bad'}: "
-        f"{bad[-1].reason}. {run.folder / DIVERGENCE} names its data.",
+        f"{bad[-1].reason}. {run.folder / EVENTS} names its data.",
         fix=f"{LESS_STEEP}{start}",
     )
 

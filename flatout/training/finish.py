@@ -15,13 +15,12 @@ from flatout.training.loop import (
     log_sample,
 )
 from flatout.training.metrics.log import Log
-from flatout.training.run_dir import layout
 from flatout.training.saving import require_own, save_last, stating_room, wait_for_saves
 from flatout.training.session import Session
 
 
 def finish(session: Session, predicted: JsonObject) -> JsonObject:
-    """Save, evaluate on the whole validation split, sample, and write and return the summary.
+    """Save, evaluate on the whole validation split, sample, and return the summary.
 
     Every rank calls it. The summary states what was `predicted` beside what was measured.
     Raises: EvaluationDropped when `session.drop`, called between the evaluation's batches, returns
@@ -41,11 +40,7 @@ def finish(session: Session, predicted: JsonObject) -> JsonObject:
     require_own(run)
     log.close()
     log.keep_clock()
-    summary = summarise(run, log, evaluation) | {"predicted": predicted}
-    if run.mesh.is_main:
-        log.event("end", **summary)
-        layout.write_summary(run.folder, summary)
-    return summary
+    return summarise(run, log, evaluation) | {"predicted": predicted}
 
 
 def final_evaluation(session: Session) -> Evaluation | None:

@@ -35,7 +35,11 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.files import writing_run
 from flatout.storage.json_io import JsonObject
 from flatout.training.agreement import require_shared
-from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
+from flatout.training.checkpoint.catalog import (
+    DISK_BYTES_PER_PARAMETER,
+    most_at_once,
+    read_info,
+)
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.weights import weights_of
 from flatout.training.divergence import require_good_steps
@@ -52,12 +56,14 @@ from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
-from flatout.training.metrics.records import forget_events
+from flatout.training.metrics.records import truncate_metrics
 from flatout.training.out_of_memory import explained, peers_named
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
+from flatout.training.run_dir.runlog import record_exit
+from flatout.training.run_dir.start import is_own
 from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, require_same_settings
 from flatout.training.saving import closing_saver, environment_of, save_last
 from flatout.training.session import RunRequest, Session
@@ -167,11 +173,14 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
                 progress.say(f"torchrun may continue this run with {sizes} processes.")
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
+            newest = plan.checkpoint
+            if newest is not None and not is_own(newest, run.folder):
+                newest = None
+            saved = read_info(newest) if newest else None
+            lost = truncate_metrics(run.folder, saved, is_at_end=run.step == run.last_step)
+            differences += [lost] if lost else []
             uploader = claimed(run.folder, run.config.checkpoint, is_resumed, progress)
             observers += [uploader] if uploader else []
-            # the summary of an early stop, trained past now
-            (run.folder / layout.SUMMARY).unlink(missing_ok=True)
-            forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
         stack.enter_context(Watchdog(run, say=say))
         log = stack.enter_context(Log(run, observers, progress, run.config.log.to))
         stop = stack.enter_context(StopRequests(say=say, launcher=launcher()))
@@ -200,9 +209,9 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             stop.waits_for = "the batch of the final evaluation"
             with run.pulse.during("finishing"):
                 summary = finish(session, predicted)
+                log.end(summary)
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(session, stop)
-        log.end(summary)
     if mesh.is_main and log.is_steady:
         record(run, request, summary, log.cached_s)
     return summary
@@ -272,7 +281,7 @@ def say_idle_gpus(progress: Progress) -> None:
 
 @contextmanager
 def recorded_exit_code(folder: Path) -> Iterator[None]:
-    """Write the process's exit code to the run directory, where schedulers can read it.
+    """Record the process's exit in the run directory, with its code where schedulers can read it.
 
     Nothing is written if the process is killed or fails before the run exists.
     """
@@ -287,11 +296,9 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
         elif isinstance(error, KeyboardInterrupt):
             code = 128 + signal_of(error)
         if (folder / layout.CONFIG).exists():
-            layout.write_exit_code(folder, code)
-            if code == 1:
-                layout.record_error(folder, error)
+            record_exit(folder, code, error)
         raise
-    layout.write_exit_code(folder, 0)
+    record_exit(folder, 0)
 
 
 def build_run(request: RunRequest, plan: RunPlan) -> Run:
@@ -334,8 +341,10 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
         needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most
         layout.require_free_disk(folder, needed_bytes)
         if plan.longer is not None:
-            layout.write_config(folder, plan.longer.config)
-            layout.write_requested(folder, plan.longer.requested)
+            layout.write_config(folder, plan.longer.config, requested=plan.longer.requested)
+        if plan.origin is not None:  # first: a run that is killed in between must not start over
+            folder.mkdir(parents=True, exist_ok=True)
+            layout.append_event(folder, "origin", **plan.origin.model_dump())
         if plan.requested is not None:
             layout.write_config(folder, plan.config, requested=plan.requested)
             keep_text_format(run.dataset, folder, progress=progress)
@@ -390,8 +399,7 @@ def log_start(
         log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
     for note in checkpointing_notes(run.decisions):
         log.progress.say(note)
-    damage = log.records.damage if log.records else None
-    for difference in [*differences, *([damage] if damage else [])]:
+    for difference in differences:
         log.event("difference", text=difference)
         log.progress.say(difference)
     for member in run.dataset.members if isinstance(run.dataset, MixedDataset) else ():

@@ -20,7 +20,7 @@ from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.models.lora import require_weights
 from flatout.storage.files import PART, writing_run
-from flatout.storage.json_io import JsonObject, write_json
+from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
@@ -32,6 +32,7 @@ from flatout.training.run_dir.data_location import (
     with_absolute_paths,
 )
 from flatout.training.run_dir.lookup import resume_path
+from flatout.training.run_dir.runlog import Origin, RunLog
 from flatout.training.run_dir.start import (
     Longer,
     Start,
@@ -56,6 +57,8 @@ class RunPlan:
     checkpoint: Path | None
     requested: RunConfig | None = None
     """The configuration of a new run as the user wrote it. None for a stored run."""
+    origin: Origin | None = None
+    """The checkpoint of another run that a new one starts from, to record before it starts."""
     longer: Longer | None = None
     """The new length, to store once the run is known to be able to continue."""
     summary: JsonObject | None = None
@@ -181,10 +184,6 @@ def _plan_here(request: RunRequest, known: Mapping[Path, str] | None) -> RunPlan
         progress=progress,
     )
     checkpoint = start.checkpoint
-    if start.origin is not None:
-        with writing_run(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / layout.ORIGIN, start.origin.model_dump())
     if start.stored is None:
         if checkpoint is not None:
             require_tokenizer(run_of(checkpoint) or folder, dataset, checkpoint)
@@ -229,6 +228,7 @@ def _plan_new(request: RunRequest, start: Start) -> RunPlan:
         decisions,
         checkpoint,
         requested=request.config,
+        origin=start.origin,
         rows_are_auto=request.config.batch.chooses_rows,
     )
 
@@ -239,7 +239,7 @@ def _with_fewer_rows(request: RunRequest, config: RunConfig) -> RunConfig:
     That start had the same request, ran out of memory, and ended before its first checkpoint.
     """
     known, requested = layout.read_config(request.folder), layout.read_requested(request.folder)
-    if known is None or requested != request.config or not requested.batch.chooses_rows:
+    if known is None or requested != request.config or not request.config.batch.chooses_rows:
         return config
     chosen, rows = config.batch.rows_per_device, known.batch.rows_per_device
     if not isinstance(chosen, int) or not isinstance(rows, int) or rows >= chosen:
@@ -300,8 +300,9 @@ def require_run_directory(folder: Path) -> None:
         for unfinished in folder.glob(f"{name}.*{PART}"):
             unfinished.unlink()
     found = sorted(path.name for path in folder.iterdir() if path.name != layout.LOCK)
-    others = [name for name in found if name not in (*layout.STARTED, catalog.CHECKPOINTS)]
-    if others and not {layout.CONFIG, layout.REQUESTED}.intersection(found):
+    started = {"base", catalog.CHECKPOINTS} | ({layout.EVENTS} if RunLog(folder).origin else set())
+    others = [name for name in found if name not in started]
+    if others and layout.CONFIG not in found:
         raise CheckpointError(
             f"{folder} is not a run directory. It contains {', '.join(others[:4])}.",
             fix="Choose a new directory with --run-dir DIR.",

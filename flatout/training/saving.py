@@ -172,8 +172,7 @@ def info_of(run: Run, log: Log) -> CheckpointInfo:
         flatout=str(import_module("flatout").__version__),
         torch=torch.__version__,
         python=platform.python_version(),
-        records=log.records.count if log.records else None,
-        records_crc32=log.records.crc32 if log.records else None,
+        metrics_bytes=log.metrics_bytes,
     )
 
 

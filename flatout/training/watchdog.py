@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 from flatout.errors import Stopped
 from flatout.storage.files import open_own
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.runlog import record_exit
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -112,7 +113,7 @@ class Watchdog:
 
     def _keep_exit_code(self) -> None:
         if layout.read_exit_code(self._run.folder) is None:
-            layout.write_exit_code(self._run.folder, Stopped.exit_code)
+            record_exit(self._run.folder, Stopped.exit_code)
 
 
 def stacks() -> str:

@@ -59,11 +59,4 @@ a URL as the run of `runs`
         ),
         progress="Checkpoint step-2 cannot be used",
     ),
-    Case(
-        "an empty asked.yaml in a run",
-        "train my.yaml --run-dir runs/first",
-        ("runs/first/asked.yaml", "empty"),
-        ("copy",),
-        lambda w: w.write("runs/first/asked.yaml", ""),
-    ),
 ]

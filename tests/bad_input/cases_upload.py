@@ -24,8 +24,8 @@ def with_checkpoint(world: World) -> None:
 def with_run(world: World) -> None:
     """Put another run of that name at the upload URL."""
     with_upload(world)
-    for path in ("config.yaml", "asked.yaml"):
-        world.write(f"backup/new/{path}", (world.path / "runs/first" / path).read_bytes())
+    config = (world.path / "runs/first/config.yaml").read_bytes()
+    world.write("backup/new/config.yaml", config)
     world.write("backup/new/step-3-44136fa3/manifest.json", "{}")
 
 
@@ -39,12 +39,6 @@ def in_a_file(world: World) -> None:
     """Make the directory of the uploads a file, which nobody can write into."""
     with_upload(world)
     world.write("backup", "")
-
-
-def without_asked(world: World) -> None:
-    """Put another run of that name at the upload URL, without the settings as requested."""
-    with_run(world)
-    (world.path / "backup/new/asked.yaml").unlink()
 
 
 def full(world: World) -> None:
@@ -92,14 +86,6 @@ an upload URL in memory
         ("/backup/new contains a run with different settings", "train.seed: 0 -> 5"),
         ("--run-dir DIR", "a different checkpoint.upload"),
         with_run,
-        progress="has no checkpoint: restoring it from file://",
-    ),
-    Case(
-        "a remote copy without the settings of its run as requested",
-        "train my.yaml --run-dir runs/new train.seed=5",
-        ("train.seed: 0 -> 5", "/backup/new/asked.yaml", "is missing"),
-        ("Restore file://", "/backup/new/asked.yaml"),
-        without_asked,
         progress="has no checkpoint: restoring it from file://",
     ),
     Case(

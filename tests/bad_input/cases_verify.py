@@ -13,7 +13,9 @@ def other_text(world: World) -> None:
     """Replace the dataset of an unfinished run by one of another text."""
     line = "train my.yaml --run-dir runs/second"
     assert run_command(line, world.path).code == 0
-    (world.path / "runs/second/summary.json").unlink()
+    journal = world.path / "runs/second/events.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(line for line in lines if '"event": "end"' not in line))
     shutil.rmtree(world.path / "data/book")
     world.write("other.txt", "Call me Ishmael. Some years ago, I went to sea. " * 70)
     line = "prepare other.txt --out data/book --tokenizer byte"

@@ -68,7 +68,7 @@ def test_a_text_key_takes_the_argument_as_it_is(text, tmp_path):
     for read in (config, read_config(tmp_path)):
         assert [read.value(key) for key in keys] == [text] * 4
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert stored["train"]["sample_prompt"] == text
+    assert stored["resolved"]["train"]["sample_prompt"] == text
 
 
 def test_names_are_text_between_commas_or_a_list():

@@ -14,7 +14,7 @@ import yaml
 
 from flatout.config.schema import nested
 from flatout.training.checkpoint import catalog
-from flatout.training.run_dir.layout import read_events, read_summary
+from flatout.training.run_dir.runlog import RunLog
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docs" / "clusters"
@@ -22,6 +22,7 @@ RUN = Path("runs/first")
 SBATCH = r"""#!{python} -I
 import os, re, signal, subprocess, sys, time
 from pathlib import Path
+from flatout.training.run_dir.runlog import RunLog
 
 script, limits = sys.argv[1:]
 name = re.search(r"^#SBATCH --signal=B:(\w+)@", Path(script).read_text(), re.MULTILINE)[1]
@@ -212,8 +213,8 @@ def test_a_run_over_three_jobs_equals_an_uninterrupted_one(submit, tmp_path, tin
     )
     done = submit(FLATOUT.format(python=sys.executable), 2)
     assert (done.returncode, restarts(tmp_path)) == (0, 2), done.stderr
-    summary = read_summary(tmp_path / RUN)
+    summary = RunLog(tmp_path / RUN).summary
     assert summary["weights_sha256"] == json.loads(whole.stdout)["weights_sha256"]
-    stops = [event for event in read_events(tmp_path / RUN) if event["event"] == "stop"]
+    stops = [event for event in RunLog(tmp_path / RUN).events if event["event"] == "stop"]
     assert [stop["cause"] for stop in stops] == ["SIGUSR1"] * 2
     assert all(0 <= stop["saved_after_s"] < 60 for stop in stops)

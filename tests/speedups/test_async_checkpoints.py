@@ -17,7 +17,8 @@ from flatout.training.checkpoint import catalog, savers
 from flatout.training.checkpoint.catalog import INFO
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events, read_exit_code
+from flatout.training.run_dir.layout import read_exit_code
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +58,7 @@ class StopAt(Quiet):
 
 
 def saves(folder):
-    return [event for event in read_events(folder) if event["event"] == "save"]
+    return [event for event in RunLog(folder).events if event["event"] == "save"]
 
 
 def losses(folder):
@@ -183,7 +184,7 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time
     full_disk(lambda step: step == 8)
     result = run_training(config, tmp_path / "run")
     assert {event["step"] for event in saves(tmp_path / "run")} == {4, 12}
-    (failed,) = (e for e in read_events(tmp_path / "run") if e["event"] == "save_failed")
+    (failed,) = (e for e in RunLog(tmp_path / "run").events if e["event"] == "save_failed")
     assert "No space left on device" in failed["text"]
     assert "The newest checkpoint is that of step 4" in failed["text"]
     assert result["weights_sha256"] == whole["weights_sha256"]

@@ -89,9 +89,6 @@ def finished_run(tmp_path_factory, tiny_set, tiny):
 
 FILES = {
     "run/config.yaml": ("train", "generate", "runs"),
-    "run/asked.yaml": ("train",),
-    "run/summary.json": ("train", "runs"),
-    "run/origin.json": ("train",),
     "run/events.jsonl": ("train", "runs"),
     "run/metrics.jsonl": ("train", "runs"),
     "run/checkpoints/step-4/manifest.json": ("train", "eval"),

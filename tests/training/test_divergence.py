@@ -18,7 +18,8 @@ from flatout.models import transformer
 from flatout.training.checkpoint import catalog
 from flatout.training.divergence import last_good
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_exit_code, read_summary
+from flatout.training.run_dir.layout import read_exit_code
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,7 @@ def test_a_bad_step_is_skipped_counted_and_logged_with_its_data(
     assert ["train/loss" in record for record in trained] == [True] * 3 + [False] + [True] * 6
     assert math.isfinite(summary["train_loss"])
     assert summary["skipped_steps"] == 1
-    assert read_summary(tmp_path / "run")["skipped_steps"] == 1
+    assert RunLog(tmp_path / "run").summary["skipped_steps"] == 1
     assert TrainResult(**summary).bad() == "1 bad step: see events.jsonl"
 
 
@@ -91,7 +92,7 @@ def test_a_run_stopped_between_bad_steps_counts_on_as_the_uninterrupted_one(
         run_training(config, tmp_path / "parts")
 
 
-def test_too_many_bad_steps_stop_the_run_with_a_report(allergic, tmp_path):
+def test_too_many_bad_steps_stop_the_run_with_a_report(allergic, tmp_path, events):
     config = allergic(6, 7, train__max_bad_steps=2, checkpoint__every_steps=2, checkpoint__keep=9)
     folder = tmp_path / "run"
     with pytest.raises(RunFailed, match=r"2 bad steps in a row.*step 7.*names its data") as found:
@@ -100,7 +101,7 @@ def test_too_many_bad_steps_stop_the_run_with_a_report(allergic, tmp_path):
     assert f"--resume {folder}/checkpoints/step-4 --run-dir DIR" in found.value.fix
     assert read_exit_code(folder) == 1
     assert catalog.steps(folder) == [2, 4], "no save in between bad steps"
-    report = json.loads((folder / "divergence.json").read_text())
+    (report,) = events(folder, "divergence")
     assert [bad["step"] for bad in report["bad_steps"]] == [6, 7]
     assert report["bad_steps"][1]["loss"] == "nan"
     assert report["last_good_checkpoint"].endswith("step-4")
@@ -118,11 +119,11 @@ def test_a_new_run_starts_from_the_checkpoint_that_the_error_names(allergic, tmp
     assert run_training(other, tmp_path / "other", resume=start)["steps"] == 10
 
 
-def test_the_sequence_at_fault_is_among_those_named(allergic, tmp_path, tiny_set):
+def test_the_sequence_at_fault_is_among_those_named(allergic, tmp_path, tiny_set, events):
     """The shard and the token in the report lead to the tokens that the model cannot bear."""
     with pytest.raises(RunFailed):
         run_training(allergic(3, train__max_bad_steps=1), tmp_path / "run")
-    report = json.loads((tmp_path / "run" / "divergence.json").read_text())
+    (report,) = events(tmp_path / "run", "divergence")
     manifest = json.loads((tiny_set / "manifest.json").read_text())
     found = []
     for row in report["data"]:
@@ -146,7 +147,7 @@ def test_two_processes_skip_the_same_steps(allergic, tmp_path, shard, losses):
     words = ["-m", "flatout", "train", "picky.yaml", "--run-dir", "two"]
     done = run_ranks(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert read_summary(tmp_path / "two")["skipped_steps"] == 2
+    assert RunLog(tmp_path / "two").summary["skipped_steps"] == 2
     one, two = (losses(tmp_path / name) for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
 
@@ -157,6 +158,7 @@ from pathlib import Path
 
 from flatout.models import transformer
 from warm import run_ranks
+from flatout.training.run_dir.runlog import RunLog
 
 BAD = {tuple(row) for row in json.loads(Path(__file__).with_name("bad.json").read_text())}
 

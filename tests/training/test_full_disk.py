@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -50,9 +49,13 @@ def test_a_run_whose_exit_code_cannot_be_written_still_finishes(tiny_config, tmp
 def test_a_rejected_summary_is_named_and_the_same_command_completes_the_run(
     error, fix, tiny_config, tmp_path, monkeypatch
 ):
-    config = tiny_config(train__steps=2)
+    config, write = tiny_config(train__steps=2), os.write
+
+    def reject_the_end(descriptor, data):
+        return refusing(error)() if b'"event": "end"' in data else write(descriptor, data)
+
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "write_json", refusing(error))
+        patch.setattr(lines, "os", SimpleNamespace(**vars(os) | {"write": reject_the_end}))
         with pytest.raises(RunFailed, match="Cannot write") as failed:
             run_training(config, tmp_path / "run")
     assert fix in failed.value.fix
@@ -89,9 +92,13 @@ def test_lines_that_the_disk_rejects_are_written_later_and_training_continues(
 def test_a_disk_that_never_accepts_the_records_costs_only_them(
     tiny_config, tmp_path, monkeypatch, messages
 ):
-    monkeypatch.setattr(
-        lines, "os", SimpleNamespace(**vars(os) | {"write": refusing(errno.ENOSPC)})
-    )
+    write = os.write
+
+    def reject_records(descriptor, data):
+        is_record = os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl")
+        return refusing(errno.ENOSPC)() if is_record else write(descriptor, data)
+
+    monkeypatch.setattr(lines, "os", SimpleNamespace(**vars(os) | {"write": reject_records}))
     result = run_training(tiny_config(), tmp_path / "run", progress=messages)
     assert result["steps"] == 6
     assert any("metrics.jsonl lacks lines" in line for line in messages.lines)
@@ -156,8 +163,6 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
     folder = tmp_path / "run" / "checkpoints"
     assert catalog.steps(tmp_path / "run") == [6]
     assert any(".part-" in path.name for path in folder.iterdir())
-    with contextlib.suppress(FileNotFoundError):
-        (tmp_path / "run" / "summary.json").unlink()
     run_training(config, tmp_path / "run")
     assert [path.name for path in folder.iterdir()] == ["step-6"], "swept at the next start"
 

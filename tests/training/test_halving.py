@@ -17,7 +17,8 @@ from flatout.errors import OutOfMemory, RunFailed, Stopped
 from flatout.models.transformer import Transformer
 from flatout.optim.adamw import LightAdamW
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_config, read_summary
+from flatout.training.run_dir.layout import read_config
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +146,7 @@ def test_two_processes_start_again_together_with_rows_that_fit(
     whole = run_training(config, tmp_path / "whole")
     several = config.with_values({"train.devices": 2})
     assert two_processes(tmp_path, several, "run", rank, most_rows, since) == 0
-    run = read_summary(tmp_path / "run")
+    run = RunLog(tmp_path / "run").summary
     assert (run["steps"], run["tokens"]) == (whole["steps"], whole["tokens"])
     assert run["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-4)
     found = [

@@ -18,8 +18,9 @@ from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import Evaluation, SplitScore
 from flatout.training.loop import out_of_patience
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_exit_code, read_summary
+from flatout.training.run_dir.layout import read_exit_code
 from flatout.training.run_dir.lookup import find_checkpoint
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +105,7 @@ def test_a_run_that_ends_early_is_finished(patient, tmp_path, events):
     assert val_steps(tmp_path / "run") == [2, 4, 6, 8]
     reasons = [event["reason"] for event in events(tmp_path / "run", "early_stop")]
     assert reasons == [summary["stopped_because"]]
-    assert read_summary(tmp_path / "run") == summary
+    assert RunLog(tmp_path / "run").summary == summary
     assert read_exit_code(tmp_path / "run") == 0
     assert catalog.steps(tmp_path / "run") == [4, 8]
     (item,) = runs(tmp_path).items

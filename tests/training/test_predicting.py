@@ -11,7 +11,7 @@ from flatout.errors import HardwareError, Stopped
 from flatout.hardware.machine import probe
 from flatout.training import predicting
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events, read_summary
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +31,8 @@ def test_a_run_states_what_was_predicted_and_is_recorded(tiny_config, tmp_path, 
     assert one["peak_gib_from"] == two["peak_gib_from"] == "traced in eager mode"
     assert two["tokens_per_s"] == pytest.approx(summaries[0]["tokens_per_s"])
     assert two["tokens_per_s_from"].startswith("1 earlier run of this shape here")
-    assert read_summary(tmp_path / "two")["predicted"] == two
-    (event,) = [e for e in read_events(tmp_path / "two") if e["event"] == "predicted"]
+    assert RunLog(tmp_path / "two").summary["predicted"] == two
+    (event,) = [e for e in RunLog(tmp_path / "two").events if e["event"] == "predicted"]
     assert event["wall_s"] == two["wall_s"]
     assert recorded()[0].tokens_per_s == summaries[0]["tokens_per_s"]
 

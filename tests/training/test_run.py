@@ -25,7 +25,8 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_config, read_exit_code, read_summary
+from flatout.training.run_dir.layout import read_config, read_exit_code
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -77,9 +78,9 @@ def test_a_run_writes_all_files_and_numbers(tiny_config, tmp_path, records, even
     assert summary["steps"] == 6
     assert summary["tokens"] == 6 * 128
     assert summary["train_loss"] == losses(folder)[-1][1]
-    assert read_summary(folder) == summary
+    assert RunLog(folder).summary == summary
     assert read_exit_code(folder) == 0
-    files = ("config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "lock")
+    files = ("config.yaml", "metrics.jsonl", "events.jsonl", "lock")
     for name in (*files, "checkpoints/step-6", "tensorboard"):
         assert (folder / name).exists(), name
     assert [r["step"] for r in records(folder) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
@@ -137,6 +138,7 @@ def without_proc(path, *arguments, **options):
     return read_text(path, *arguments, **options)
 Path.read_text = without_proc
 import flatout
+from flatout.training.run_dir.runlog import RunLog
 book = Path("book.txt")
 book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 60)
 data = flatout.prepare([book], out="data/book", tokenizer="byte")

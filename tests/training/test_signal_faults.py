@@ -15,7 +15,8 @@ import psutil
 import pytest
 import yaml
 
-from flatout.training.run_dir.layout import read_events, read_exit_code
+from flatout.training.run_dir.layout import read_exit_code
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -25,6 +26,7 @@ BLOCKED_SAVES = """
 import sys, time
 from flatout.cli.main import main
 from flatout.training.checkpoint import savers
+from flatout.training.run_dir.runlog import RunLog
 def blocked(snapshot, temporary):
     print("saving", flush=True)
     time.sleep(600)
@@ -93,7 +95,7 @@ def recipe(tmp_path, tiny, tiny_set):
 
 def kinds(run: Path) -> list[str]:
     events = run / "events.jsonl"
-    return [event["event"] for event in read_events(run)] if events.exists() else []
+    return [event["event"] for event in RunLog(run).events] if events.exists() else []
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -46,10 +46,11 @@ class Gift:
         (folder / "weights.py").write_text(CODE.format(marker=str(self.marker)))
 
     def names(self, layer: dict) -> Gift:
-        """Merge a layer into config.yaml, not into asked.yaml, to which requests are compared."""
+        """Merge a layer into what config.yaml resolved, which requests are not compared to."""
         document = yaml.safe_load((self.folder / "config.yaml").read_text())
+        section = document["resolved"]
         for key, value in layer.items():
-            document[key] = document[key] | value if isinstance(value, dict) else value
+            section[key] = section[key] | value if isinstance(value, dict) else value
         (self.folder / "config.yaml").write_text(yaml.safe_dump(document))
         return self
 

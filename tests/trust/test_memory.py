@@ -53,7 +53,8 @@ def test_another_run_is_not_trusted(gift, change, tmp_path):
     else:
         shutil.rmtree(folder)
         folder.mkdir()
-        (folder / "config.yaml").write_text("model: {kind: 'runs.gift.other:Model'}\n")
+        stored = "{model: {kind: 'runs.gift.other:Model'}}"
+        (folder / "config.yaml").write_text(f"requested: {{}}\nresolved: {stored}\n")
     with pytest.raises(UntrustedCode):
         layout.trusted_config(folder)
 

@@ -24,8 +24,9 @@ from flatout.hardware.machine import pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.storage.recognised import require_local
 from flatout.training.metrics.observers import Observer, Quiet
-from flatout.training.run_dir.layout import read_summary, trusted_config
+from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import RUNS
+from flatout.training.run_dir.runlog import RunLog
 
 LARGE_TEXT = 1_500_000
 """Bytes from which a text gets a trained vocabulary. A shorter one is tokenised by character."""
@@ -117,7 +118,7 @@ def demo(
             raise DataError(error.what, fix=f"With `flatout prepare`: {error.fix}") from error
         config = load_config(recipe, [f"data.path={dataset}", f"name={name}"])
         config = fitted(config, Dataset.open(dataset), device, minutes, progress)
-    elif read_summary(run) is not None:
+    elif RunLog(run).summary is not None:
         progress.say(f"{run} is finished. See below. Delete it to train again.")
     else:
         progress.say(f"Resuming {run}.")

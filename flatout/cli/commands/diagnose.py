@@ -26,7 +26,6 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, find_run, run_names
-from flatout.training.run_dir.resume import settings_file
 
 
 class DiagnoseResult(Diagnosis):
@@ -121,7 +120,7 @@ def diagnose(
     is_name = not {"/", "."} & {*name} and not Path(f"{name}.yaml").exists()
     if folder is None and is_name and name not in choices:
         raise unknown_name("recipe or run", name, choices)
-    config = load_config(settings_file(folder) if folder else recipe, words)
+    config = load_config(folder / layout.CONFIG if folder else recipe, words)
     preflight.check_names(config)
     from flatout.measure.diagnose.diagnose import diagnose_recipe  # imports torch
 

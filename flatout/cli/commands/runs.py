@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command
+from flatout.config.schema import flat
 from flatout.config.signature import Argument, Option, checked
 from flatout.display import Show, age, amount, loss
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell, on_one_line
-from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, folder_bytes, writing_run
 from flatout.storage.json_io import JsonObject, Result
@@ -25,10 +25,11 @@ from flatout.training.checkpoint.catalog import CheckpointInfo
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock, is_locked
 from flatout.training.run_dir.lookup import RUNS, find_run
+from flatout.training.run_dir.runlog import RunLog
 
 TAIL_BYTES = 256 * 1024
 """How much of metrics.jsonl is read: its end has the last losses."""
-WRITTEN = (layout.METRICS, layout.EVENTS, layout.SUMMARY)
+WRITTEN = (layout.METRICS, layout.EVENTS)
 """Files whose times show when a run was last active. A command that is refused changes others."""
 Loss = Annotated[float | None, Show("loss", loss, unknown="-")]
 ValidationLoss = Annotated[float | None, Show("val loss", loss, unknown="-")]
@@ -282,7 +283,7 @@ def differing(configurations: Sequence[JsonObject]) -> list[JsonObject]:
 
 def _settings(path: Path) -> JsonObject:
     try:
-        settings = layout.read_settings(path)
+        settings = flat(layout.read_sections(path)[layout.REQUESTED])
         return settings | {"name": str(settings.get("name", path.name))}
     except FlatoutError:  # its state is shown as damaged
         return {}

@@ -18,16 +18,17 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Option, checked
 from flatout.display import Display, Show, amount, displayed, duration, gib, loss, quoted, rate
 from flatout.distributed.launch import num_processes, replicas
+from flatout.errors import CheckpointError, in_shell
 from flatout.hardware.machine import probe
-from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.cache import default_cache
 from flatout.storage.json_io import JsonObject, Result
 from flatout.storage.recognised import require_local
 from flatout.training.metrics.observers import Observer
-from flatout.training.run_dir.layout import damaged_summary, read_config
+from flatout.training.run_dir.layout import EVENTS, read_config
 from flatout.training.run_dir.lookup import RUNS, resume_path
 from flatout.training.run_dir.resume import run_name
+from flatout.training.run_dir.runlog import RunLog
 
 SAMPLE_LINES = 12
 """Most lines of a sample that are shown at the end: all of it is in events.jsonl."""
@@ -210,7 +211,10 @@ def train(
     try:
         return TrainResult(**fields)
     except ValidationError as error:
-        raise damaged_summary(run_dir) from error
+        raise CheckpointError(
+            f"The summary in {run_dir / EVENTS} is damaged.",
+            fix=f"Restore it from a copy. `flatout eval {in_shell(run_dir)}` evaluates the run.",
+        ) from error
 
 
 def require_paths(run: Path | str | None, resume: Path | str) -> None:

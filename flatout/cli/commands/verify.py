@@ -26,7 +26,6 @@ from flatout.storage.whole import problem_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS
-from flatout.training.run_dir.resume import settings_file
 
 
 class VerifyResult(Result):
@@ -124,7 +123,7 @@ def verify(
     given = [overrides] if isinstance(overrides, str) else [*(overrides or ())]
     given += ["--steps"] * (steps is not None) + ["--trust-code"] * trust_code
     if resume:
-        named = path if run is None or shown in RECIPES.names() else settings_file(run)
+        named = path if run is None or shown in RECIPES.names() else run / layout.CONFIG
         config = load_config(named, overrides or (), trust_code=trust_code)
         preflight.check(config)
         from flatout.measure.resume import prove_resume, steps_of

@@ -29,7 +29,7 @@ from flatout.storage.files import copy_whole, folder_bytes, write_whole
 from flatout.storage.json_io import JsonObject, finite_numbers, write_json
 from flatout.storage.whole import replacing
 from flatout.training.checkpoint.catalog import read_info
-from flatout.training.run_dir.layout import read_summary
+from flatout.training.run_dir.runlog import RunLog
 
 PROJECT = "https://github.com/flatout-train/flatout"
 
@@ -103,12 +103,12 @@ def _model_card(source: Source, written: Written, version: str) -> str:
             f"\n\ntokenizer = {written.tokenizer_class}.from_pretrained(DIR)\n"
             f"model = AutoModelForCausalLM.from_pretrained(DIR{trust})\n```"
         )
-    info, summary = read_info(source.checkpoint), read_summary(source.folder) or {}
+    info, summary = read_info(source.checkpoint), RunLog(source.folder).summary or {}
     loss = info.val_loss if info else None
     if summary.get("steps") == source.step:  # evaluated on the whole validation split
         loss = finite_numbers(summary).get("val_loss", loss)
     data = source.config.data
-    names = ", ".join(Path(path).name for path in data.mix or [str(data.path)])
+    names = ", ".join(Path(path).name for path in data.mix or [data.path or ""])
     tokens = f" and {info.tokens:,} tokens" if info else ""
     facts = {
         "parameters": f"{source.num_parameters:,}",

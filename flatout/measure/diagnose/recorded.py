@@ -15,15 +15,12 @@ from typing import Any
 
 from flatout.errors import CheckpointError, in_shell
 from flatout.hardware.machine import probe
-from flatout.measure.evidence import FAILURES, Evidence, Failure, lasting_s
-from flatout.measure.runlog import RunLog, typical
+from flatout.measure.evidence import FAILURES, Evidence, Failure, lasting_s, typical
 from flatout.storage.json_io import JsonObject, finite_numbers
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.resume import settings_file
+from flatout.training.run_dir.runlog import STARTS, RunLog
 
 Records = Sequence[Mapping[str, float]]
-STARTS = ("start", "resume")
-"""Events with which a process of the run starts."""
 ENOUGH_S = 30.0
 """Shortest run of which saves are judged.
 
@@ -32,8 +29,6 @@ share that a longer run does not lose.
 """
 LOW_USE = 60.0
 """Percent of the time in which a GPU works, below which the rest of the step is the host's."""
-FAILED = 1
-"""Exit code of a run that failed."""
 
 
 def recorded_evidence(folder: Path) -> Evidence:
@@ -44,14 +39,14 @@ def recorded_evidence(folder: Path) -> Evidence:
     config, log = layout.read_config(folder), RunLog(folder)
     every, events = list(log.records()), log.events
     steps = [one for one in every if "perf/step_ms" in one]
-    errors = [one for one in events if one["event"] == "error"]
-    error = errors[-1] if errors else {"what": "The run failed. Its output shows why."}
-    has_failed = layout.read_exit_code(folder) == FAILED
+    exits = [one for one in events if one["event"] == "exit" and "what" in one]
+    error = exits[-1] if exits else {"what": "The run failed. Its output shows why."}
+    has_failed = log.state == "failed"
     if not steps and not has_failed:
         raise CheckpointError(
             f"{folder} has no record of a step yet.",
             fix="Train it first, or measure its recipe: `flatout diagnose "
-            f"{in_shell(settings_file(folder))}`.",
+            f"{in_shell(folder / layout.CONFIG)}`.",
         )
     at = int(steps[-1]["step"]) if steps else None
     failure = Failure(

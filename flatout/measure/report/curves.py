@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.measure.diagnose.diagnosis import FILE, read_diagnosis
+from flatout.measure.evidence import typical
 from flatout.measure.results import SUMMARY_FILE
-from flatout.measure.runlog import RunLog, typical
 from flatout.progress import counted
 from flatout.storage.json_io import is_finite
+from flatout.training.run_dir.runlog import RunLog
 
 Curve: TypeAlias = NDArray[np.float64]
 """A metric at each record that has it: a row for each of COLUMNS. NaN where it is not known."""

@@ -181,7 +181,7 @@ def results(run: RunData) -> dict[str, str]:
                 value = chart.scale * (chart.reduce(values) or 0.0)
                 name = f"{chart.title}, {label}" if label else chart.title
                 found[name] = f"{digits(value)} {chart.unit}"
-    known = {label: run.summary.get(name) for name, label in SUMMARY.items()}
+    known = {label: (run.summary or {}).get(name) for name, label in SUMMARY.items()}
     found |= {label: cut(plain(value)) for label, value in known.items() if value is not None}
     counted = Counter(str(event["event"]) for event in run.events)
     events = {"events": ", ".join(f"{number:,} {kind}" for kind, number in counted.items())}

@@ -125,10 +125,8 @@ class CheckpointInfo(Stored, extra="ignore"):
     """Version of torch."""
     python: str
     """Version of Python."""
-    records: int | None = None
-    """Lines of metrics.jsonl up to this step."""
-    records_crc32: int | None = None
-    """Their CRC-32, by which a resume finds out whether metrics.jsonl is whole."""
+    metrics_bytes: int | None = None
+    """The size of metrics.jsonl with the records up to this step. A resume truncates it to that."""
 
 
 class OtherVersion(CheckpointError):

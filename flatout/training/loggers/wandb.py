@@ -86,7 +86,7 @@ class WeightsAndBiases(Logger):
             self._run.summary["checkpoint"] = event["path"]
 
     def on_end(self, summary: JsonObject) -> None:
-        """Show the metrics of summary.json under `result`."""
+        """Show the metrics of the summary under `result`."""
         plain = {k: v for k, v in summary.items() if isinstance(v, int | float | str)}
         self._run.summary.update({"result": plain})
 

@@ -23,7 +23,6 @@ import torch
 from flatout.errors import Diverged
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import Json, JsonObject
-from flatout.training.checkpoint.catalog import read_info
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadSteps
 from flatout.training.metrics.clocks import (
@@ -37,9 +36,9 @@ from flatout.training.metrics.compile_events import Compilations, CompilationWat
 from flatout.training.metrics.device import OtherProcesses, gpu_figures, memory_gib
 from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
-from flatout.training.metrics.records import Lines, Records
-from flatout.training.run_dir.layout import EVENTS, SKIPPED
-from flatout.training.run_dir.start import is_own
+from flatout.training.metrics.records import Lines
+from flatout.training.run_dir.layout import EVENTS, METRICS, SKIPPED
+from flatout.training.run_dir.runlog import RunLog
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
     from flatout.training.step import StepResult
 
 T = TypeVar("T")
+TAIL_BYTES = 2**16
+"""How much of metrics.jsonl is read for its last loss."""
 LOCAL_LOGGERS = ("tensorboard",)
 """Loggers of runs that only measure, such as those of bench."""
 
@@ -128,13 +129,14 @@ class Log:
         self._alarms = Alarms(run.folder) if run.mesh.is_main else None
         self.num_alarms = 0
         """Alarms in events.jsonl that this process raised."""
-        path = Path(run.resumed_from) if run.resumed_from else None
-        saved = read_info(path) if path and is_own(path, run.folder) else None
-        self.records = Records(run.folder, run.step, saved) if run.mesh.is_main else None
-        """Writes metrics.jsonl. None on other ranks."""
-        self._events = Lines(run.folder / EVENTS)
+        self._metrics, self._events = Lines(run.folder / METRICS), Lines(run.folder / EVENTS)
+        self.metrics_bytes = self._metrics.num_bytes
+        """The size of metrics.jsonl to which a resume from this step truncates it, on rank 0.
+
+        A run that resumes at its last step evaluates again, so that evaluation is not included.
+        """
         self._refused: set[Path] = set()
-        self.train_loss = self.records.train_loss if self.records else None
+        self.train_loss = last_loss(run.folder) if run.mesh.is_main else None
         """The loss in the last record. Other ranks know only the records of this process."""
 
     @property
@@ -247,7 +249,7 @@ class Log:
             self._close_files()
 
     def _close_files(self) -> None:
-        for lines in (self.records.lines, self._events) if self.records else ():
+        for lines in (self._metrics, self._events) if self._run.mesh.is_main else ():
             lines.close()
             if lines.lacks_lines:
                 self.progress.say(f"{lines.path} lacks lines that could not be written.")
@@ -265,7 +267,14 @@ class Log:
         self.event("refused", text=text)
 
     def end(self, summary: JsonObject) -> None:
-        """Tell the observers that the run has ended."""
+        """Write the summary, which marks the run as finished, and tell the observers.
+
+        Raises: OSError when it cannot be written: the same command then tries again.
+        """
+        self.event("end", **summary)
+        self._events.close()
+        if self._events.refusal is not None:
+            raise self._events.refusal
         for observer in self._observers:
             observer.on_end(summary)
 
@@ -366,15 +375,19 @@ class Log:
             self._write(pending.figures | times.step_figures() | figures)
 
     def _write(self, record: Mapping[str, float]) -> None:
-        if self.records:
-            record, is_new = self.records.write(record)
-            self._tell_refusal(self.records.lines)
-            for observer in self._observers if is_new else self._watchers:
-                observer.on_record(record)
-            if self._alarms:
-                none: list[JsonObject] = []
-                for alarm in self._beside("alarms", partial(self._alarms.see, record), none):
-                    self.event(alarm.pop("event"), **alarm)
+        """Write a record without its non-finite metrics, which JSON cannot represent."""
+        if self._alarms is None:  # of another rank
+            return
+        record = {name: value for name, value in record.items() if math.isfinite(value)}
+        self._metrics.append(record)
+        if "val/loss" not in record or self._run.step < self._run.last_step:
+            self.metrics_bytes = self._metrics.num_bytes
+        self._tell_refusal(self._metrics)
+        for observer in self._observers:
+            observer.on_record(record)
+        none: list[JsonObject] = []
+        for alarm in self._beside("alarms", partial(self._alarms.see, record), none):
+            self.event(alarm.pop("event"), **alarm)
 
     def _beside(self, what: str, measure: Callable[[], T], otherwise: T) -> T:
         """Return what a measurement beside training returns. A failure ends it, not the run."""
@@ -387,6 +400,12 @@ class Log:
             reason = f"{type(error).__name__}: {error}"
             self.progress.say(f"Training continues without measuring {what}: {reason}.")
             return otherwise
+
+
+def last_loss(run_folder: Path) -> float | None:
+    """Return the training loss of the last record of a run that has one near its end, or None."""
+    records = [*RunLog(run_folder, tail_bytes=TAIL_BYTES).records()]
+    return next((one["train/loss"] for one in reversed(records) if "train/loss" in one), None)
 
 
 def require_finite(name: str, value: float, step: int) -> None:

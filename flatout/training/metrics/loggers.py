@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from flatout.assembly.preflight import check_loggers
 from flatout.config.registry import LOGGERS, load_reference
 from flatout.errors import ConfigError, on_one_line, without_secrets
-from flatout.storage.json_io import JsonObject, read_json, write_json
+from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint.catalog import CHECKPOINTS
 from flatout.training.metrics.observers import Observer, Quiet
-from flatout.training.run_dir.layout import LOGGER_STATES
+from flatout.training.run_dir.layout import append_event
+from flatout.training.run_dir.runlog import RunLog
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -195,25 +196,19 @@ def _checked(found: Any, reference: str) -> Any:
 
 
 class RemoteRun:
-    """The id of a run at a remote logger, kept in the run directory so that a resume continues it.
-
-    Stored in RUN/loggers/NAME.json.
-    """
+    """The id of a run at a remote logger, an event `logger_id`, so that a resume continues it."""
 
     def __init__(self, run_folder: Path, logger: str) -> None:
-        self._path = run_folder / LOGGER_STATES / f"{logger}.json"
+        self._folder, self._logger = run_folder, logger
 
     def read(self) -> JsonObject:
-        """Return what was stored. Nothing for a new run, or when the file is damaged."""
-        if not self._path.exists():
-            return {}
-        document = read_json(self._path)
-        return document if isinstance(document, dict) else {}
+        """Return what was stored. Nothing for a new run."""
+        known = [event for event in RunLog(self._folder).events if event["event"] == "logger_id"]
+        return next((one for one in reversed(known) if one.get("logger") == self._logger), {})
 
     def write(self, **fields: str | None) -> None:
         """Store the id, and whatever else identifies the run."""
-        self._path.parent.mkdir(exist_ok=True)
-        write_json(self._path, {"format_version": 1, **fields})
+        append_event(self._folder, "logger_id", logger=self._logger, **fields)
 
 
 def links_of(run: Run) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Observer(Protocol):
         return
 
     def on_end(self, summary: JsonObject) -> None:
-        """Receive the contents of summary.json."""
+        """Receive the summary of the run."""
         return
 
 

@@ -1,24 +1,19 @@
-"""A run's records and events: the lines of metrics.jsonl and events.jsonl."""
+"""Appends to the journal and to the table of a run: events.jsonl and metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 
-from flatout.progress import counted
-from flatout.storage.files import open_own, write_text
-from flatout.storage.json_io import JsonObject, finite_numbers, object_or_none
-from flatout.training.checkpoint.catalog import CheckpointInfo, read_info
-from flatout.training.run_dir.layout import EVENTS, METRICS
+from flatout.storage.files import open_own
+from flatout.storage.json_io import finite_numbers, object_or_none
+from flatout.training.checkpoint.catalog import CheckpointInfo
+from flatout.training.run_dir.layout import METRICS
 
-REPEATED = ("early_stop", "evaluation", "sample", "end")
-"""Events that a run logs again when it resumes before them."""
 MOST_UNWRITTEN = 2**24
 """Bytes of lines that wait for a disk that fails. Later ones are lost."""
 
@@ -35,21 +30,23 @@ class Lines:
         """The error of the last attempt to write. None when it succeeded."""
         self.lacks_lines = False
         """Whether lines were lost, or were still waiting when the file was closed."""
+        self.num_bytes = path.stat().st_size if path.exists() else 0
+        """The size of the file once every line is written."""
         self._unwritten = b""
         self._descriptor: int | None = None
 
-    def append(self, line: Mapping[str, object]) -> bytes:
-        """Append one line, or keep it until the disk accepts it, and return its bytes.
+    def append(self, line: Mapping[str, object]) -> None:
+        """Append one line, or keep it until the disk accepts it.
 
         Raises: CheckpointError when the file is a link.
         """
         encoded = json.dumps(line).encode() + b"\n"
         if len(self._unwritten) < MOST_UNWRITTEN:
             self._unwritten += encoded
+            self.num_bytes += len(encoded)
         else:
             self.lacks_lines = True
         self.flush()
-        return encoded
 
     def flush(self) -> None:
         """Open the file, write the lines that wait, as far as the disk accepts them."""
@@ -79,95 +76,43 @@ class Lines:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             self._unwritten = b"\n" + self._unwritten
+            self.num_bytes += 1
         return descriptor
 
 
-class Records:
-    """Writes the records of a run that starts at or resumes from `step`, on rank 0.
+def truncate_metrics(
+    run_folder: Path, saved: CheckpointInfo | None, *, is_at_end: bool
+) -> str | None:
+    """Remove the records after a checkpoint from metrics.jsonl, all of them for None.
 
-    `saved` is what the checkpoint that it resumes from records about metrics.jsonl.
+    Those of its own step stay: a run evaluates after its last save. A run that is at its end does
+    so again, and they go.
+    Returns: what is missing from the file, as `missing_metrics`.
     """
-
-    def __init__(self, run_folder: Path, step: int, saved: CheckpointInfo | None = None) -> None:
-        path = run_folder / METRICS
-        kept = _keep(path, lambda line: finite_numbers(line).get("step", math.inf) <= step)
-        losses = (json.loads(line).get("train/loss") for line in reversed(kept))
-        self.train_loss: float | None = next((loss for loss in losses if loss is not None), None)
-        """The training loss of the last record before this process. None if there is none."""
-        self.count, self.crc32 = len(kept), _crc32(kept)
-        """The number of records in the file, and the CRC-32 of their lines."""
-        self.damage = _damage(path, kept, saved)
-        """What is missing from the file, as a sentence. None when it is whole."""
-        self.lines = Lines(path)
-        self.lines.flush()
-        last = json.loads(kept[-1]) if kept else {}
-        self._evaluated = last["step"] if "val/loss" in last else None
-
-    def write(self, record: Mapping[str, float]) -> tuple[JsonObject, bool]:
-        """Write a record without its non-finite metrics, which JSON cannot represent.
-
-        The evaluation at the step of the resume is not written a second time: a run that is killed
-        after its last evaluation evaluates again.
-
-        Returns: the record, and whether it was written.
-        """
-        record = {name: value for name, value in record.items() if math.isfinite(value)}
-        if "val/loss" in record and record["step"] == self._evaluated:
-            return record, False
-        self.crc32 = zlib.crc32(self.lines.append(record), self.crc32)
-        self.count += 1
-        return record, True
+    path, length = run_folder / METRICS, saved.metrics_bytes if saved else 0
+    lost = missing_metrics(run_folder, saved) if saved else None
+    if lost or length is None or not path.exists():
+        return lost
+    last = saved.step if saved and not is_at_end else -1
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
+        file.seek(length)
+        for line in file:
+            step = finite_numbers(object_or_none(line) or {}).get("step", math.inf)
+            if step > last or not line.endswith(b"\n"):
+                break
+            length += len(line)
+        file.truncate(length)
+    return None
 
 
-def forget_events(run_folder: Path, step: int, *, at_end: bool) -> None:
-    """Remove the events that a run which resumes at `step` logs again: those of later steps.
-
-    `at_end` tells that it resumes at its end: then it also repeats those of `step`.
-    """
-
-    def stays(line: JsonObject) -> bool:
-        logged = finite_numbers(line).get("step", -math.inf)
-        is_repeated = logged > step or (at_end and logged == step)
-        return not (is_repeated and line.get("event") in REPEATED)
-
-    _keep(run_folder / EVENTS, stays)
-
-
-def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
-    """Remove the damaged lines and those that do not stay from a file, and return the others."""
-    if not path.exists():
-        return []
-    with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
-        lines = file.read().splitlines()
-    kept = [line for line in lines if (found := object_or_none(line)) is not None and stays(found)]
-    if kept != lines:
-        write_text(path, "".join(line + "\n" for line in kept))
-    return kept
-
-
-def _crc32(lines: Iterable[str]) -> int:
-    return reduce(lambda crc, line: zlib.crc32(f"{line}\n".encode(), crc), lines, 0)
-
-
-def damage_of(run_folder: Path, checkpoint: Path) -> str | None:
-    """Return what metrics.jsonl has lost since a checkpoint was saved. None when it is whole.
-
-    Damaged lines are removed from it.
-    """
-    path = run_folder / METRICS
-    return _damage(path, _keep(path, lambda line: True), read_info(checkpoint))
-
-
-def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> str | None:
-    """Return what is missing from metrics.jsonl, judged by the checkpoint of its last step."""
-    if saved is None or saved.records is None:  # an earlier version wrote the checkpoint
+def missing_metrics(run_folder: Path, saved: CheckpointInfo) -> str | None:
+    """Return what metrics.jsonl lacks since a checkpoint was saved, as a sentence, or None."""
+    path, length = run_folder / METRICS, saved.metrics_bytes or 0
+    lost = length - (path.stat().st_size if path.exists() else 0)
+    if lost <= 0:
         return None
-    lost = saved.records - len(kept)
-    if lost <= 0 and _crc32(kept[: saved.records]) == saved.records_crc32:
-        return None
-    what = f"has lost {counted(lost, 'record')}" if lost > 0 else "was changed or damaged"
     return (
-        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues. "
-        "Curves and reports have gaps or wrong metrics before that step, unless you restore the "
-        "file from a copy."
+        f"{path} has lost {lost:,} of {length:,} bytes since the checkpoint of step {saved.step} "
+        "was saved. Training continues. Curves and reports have gaps before that step, unless you "
+        "restore the file from a copy."
     )

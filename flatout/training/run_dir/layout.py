@@ -1,108 +1,86 @@
-"""The files of a run directory: its configuration, its events and its summary. No torch.
+"""The files of a run directory, and what is written there beside its checkpoints. No torch.
 
 RUN/
-├── config.yaml       fully resolved, with the choices of `auto`
-├── asked.yaml        the configuration as requested, before `auto` was resolved
+├── config.yaml       the settings: `requested`, and `resolved`, with the choices of `auto`
+├── events.jsonl      the journal, one line per event: starts, speedups, saves, summary, exit
+├── metrics.jsonl     the table, one line per logged step
+├── checkpoints/      see checkpoint/read_write.py; it may be a link to a directory on another disk
 ├── tokenizer.json    the dataset's tokenizer, so that the model can be used without the data
 ├── tokenizer_config.json  its special tokens, if other files than tokenizer.json stated them
 ├── chat_template.json  with conversations in the data: how their turns are written
-├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
-├── metrics.jsonl     one line per logged step
-├── loggers/          with log.to=wandb or mlflow: the run's id there
-├── wandb/            with log.to=wandb: the files of W&B
-├── summary.json      the finished run
-├── findings.json     written by `flatout diagnose`
-├── report.html       written by `flatout report`
-├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
-├── checkpoints/      see checkpoint/read_write.py; it may be a link to a directory on another disk
+├── lock              locked while a process trains, with its pid and host
+├── tensorboard/, wandb/  what loggers write
+├── base/             with LoRA: the weights that the adapters belong to
 ├── watchdog.txt      written when a run makes no progress: the stacks of its threads, by rank
-├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
-└── lock              locked while a process trains, with its pid and host
+├── findings.json     written by `flatout diagnose`
+└── report.html       written by `flatout report`
+
+`runlog.py` is the reader of the first three.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from flatout.config import trust
 from flatout.config.documents import dump_yaml, read_document
-from flatout.config.schema import RunConfig, flat, validate
+from flatout.config.schema import RunConfig, validate
 from flatout.data.conversation.templates import CHAT_TEMPLATE, CONFIG_FILE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.display import amount
-from flatout.errors import CheckpointError, ConfigError, FlatoutError, HardwareError
+from flatout.errors import ConfigError, HardwareError
 from flatout.storage.files import folder_bytes, write_text
-from flatout.storage.json_io import (
-    RESTORE,
-    Json,
-    JsonObject,
-    append_line,
-    finite_numbers,
-    read_json,
-    read_lines,
-    write_json,
-)
+from flatout.storage.json_io import RESTORE, Json, JsonObject, append_line
 from flatout.storage.recognised import read_regular
 from flatout.training.checkpoint import catalog
 
-CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
+CONFIG, EVENTS, METRICS, EXIT_CODE, LOCK = (
     "config.yaml",
-    "asked.yaml",
     "events.jsonl",
-    "summary.json",
+    "metrics.jsonl",
     "exit_code",
     "lock",
-    "origin.json",
 )
-METRICS, BOARD = "metrics.jsonl", "tensorboard"
+REQUESTED, RESOLVED = "requested", "resolved"
+BOARD, WANDB_FILES, WATCHDOG = "tensorboard", "wandb", "watchdog.txt"
 SKIPPED = "train/skipped_steps"
 """All bad steps of the run so far. A record has it if there were any."""
-DIVERGENCE = "divergence.json"
-LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog.txt"
 WRITTEN = (
     CONFIG,
-    REQUESTED,
     TOKENIZER,
     CONFIG_FILE,
     CHAT_TEMPLATE,
     EVENTS,
     METRICS,
-    SUMMARY,
-    DIVERGENCE,
     EXIT_CODE,
     "base",
     BOARD,
-    LOGGER_STATES,
     WANDB_FILES,
     WATCHDOG,
-    ORIGIN,
     LOCK,
 )
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (REQUESTED, ORIGIN, "base")
-"""What a first start writes before config.yaml, which makes a directory a run directory."""
 
 
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
-    """Store the resolved configuration and the requested one, whose code is trusted from now on."""
+    """Store the resolved configuration, and the requested one, whose code is trusted from now on.
+
+    Without `requested`, the stored one stays.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    if requested is not None:
-        write_requested(folder, requested)
-    write_text(folder / CONFIG, _yaml(config))
+    sections = {
+        REQUESTED: (requested or read_requested(folder) or config).to_dict(),
+        RESOLVED: config.to_dict(),
+    }
+    write_text(folder / CONFIG, dump_yaml(sections))
     if requested is not None:
         trust.remember(folder, requested.references())
-
-
-def write_requested(folder: Path, requested: RunConfig) -> None:
-    """Store the configuration as requested."""
-    write_text(folder / REQUESTED, _yaml(requested))
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
@@ -122,26 +100,31 @@ def read_config(folder: Path) -> RunConfig | None:
 
     To use what it names, call `trusted_config`.
     """
-    return _read_yaml(folder / CONFIG)
+    return _read_section(folder, RESOLVED)
 
 
 def read_requested(folder: Path) -> RunConfig | None:
-    """Return the requested configuration of a run, before `auto` was resolved.
+    """Return the requested configuration of a run, before `auto` was resolved, or None.
 
-    None when an earlier version, which did not store it, started the run.
     Raises: ConfigError when it is damaged.
     """
-    return _read_yaml(folder / REQUESTED)
+    return _read_section(folder, REQUESTED)
 
 
-def read_settings(folder: Path) -> JsonObject:
-    """Return a run's requested configuration under dotted keys, without importing what it names.
+def read_sections(folder: Path) -> JsonObject:
+    """Return the sections of config.yaml, without importing what they name.
 
     Raises: ConfigError when it cannot be read.
     """
-    return flat(
-        read_document(folder / REQUESTED if (folder / REQUESTED).exists() else folder / CONFIG)
-    )
+    path = folder / CONFIG
+    document = read_document(path)
+    if not all(isinstance(document.get(name), dict) for name in (REQUESTED, RESOLVED)):
+        raise ConfigError(
+            f"{path} has no settings under `requested` and `resolved`: it is damaged, or an "
+            "earlier version of flatout wrote it.",
+            fix=f"{RESTORE} A run of an earlier version is trained again.",
+        )
+    return document
 
 
 def append_event(folder: Path, event: str, /, **fields: Json) -> JsonObject:
@@ -149,50 +132,6 @@ def append_event(folder: Path, event: str, /, **fields: Json) -> JsonObject:
     line = {"event": event, "time": time.time(), **fields}
     append_line(folder / EVENTS, line)
     return line
-
-
-def read_events(folder: Path) -> list[JsonObject]:
-    """Return the run's events in order. Each names its kind, and may lack every other field."""
-    return [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
-
-
-def read_records(folder: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, float]]:
-    """Yield the run's records in order: the step and the other finite numbers of each line."""
-    for line in read_lines(folder / METRICS, tail_bytes=tail_bytes):
-        record = finite_numbers(line)
-        if "step" in record:
-            yield record
-
-
-def write_summary(folder: Path, summary: JsonObject) -> None:
-    """Store the summary of a run, which marks it as finished."""
-    write_json(folder / SUMMARY, dict(summary))
-
-
-def read_summary(folder: Path) -> JsonObject | None:
-    """Return the summary of a finished run, or None.
-
-    Its `run` is `folder`: the run may have been moved, or restored on another machine.
-    """
-    path = folder / SUMMARY
-    if not path.exists():
-        return None
-    try:
-        summary = read_json(path)
-    except CheckpointError as error:
-        raise damaged_summary(folder) from error
-    if not isinstance(summary, dict):
-        raise damaged_summary(folder)
-    return {**summary, "run": str(folder)} if "run" in summary else summary
-
-
-def damaged_summary(folder: Path) -> CheckpointError:
-    """Return the error for a damaged summary."""
-    path = folder / SUMMARY
-    return CheckpointError(
-        f"{path} is damaged.",
-        fix=f"Delete {path} and run the same command again: the run is evaluated again.",
-    )
 
 
 def write_exit_code(folder: Path, code: int) -> None:
@@ -206,15 +145,6 @@ def read_exit_code(folder: Path) -> int | None:
     with suppress(OSError, ValueError):
         return int(read_regular(folder / EXIT_CODE))
     return None
-
-
-def record_error(folder: Path, error: BaseException) -> None:
-    """Append the event `error`, which records why a run failed, ignoring errors of the disk."""
-    what, fix = (str(error).splitlines() or [""])[0][:300], None
-    if isinstance(error, FlatoutError):
-        what, fix = error.what, error.fix
-    with suppress(OSError):
-        append_event(folder, "error", kind=type(error).__name__, what=what, fix=fix)
 
 
 def clear_exit_code(folder: Path) -> None:
@@ -256,15 +186,7 @@ def list_runs(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: ((path / CONFIG).stat().st_mtime, path))
 
 
-def _yaml(config: RunConfig) -> str:
-    return dump_yaml(config.to_dict())
-
-
-def _read_yaml(path: Path) -> RunConfig | None:
-    """Return the configuration in a file, or None without it. An empty one counts as damaged."""
-    if not path.exists():
+def _read_section(folder: Path, name: str) -> RunConfig | None:
+    if not (folder / CONFIG).exists():
         return None
-    document = read_document(path)
-    if not document:
-        raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
-    return validate(document, file=path)
+    return validate(read_sections(folder)[name], file=folder / CONFIG)

@@ -1,11 +1,10 @@
-"""The lock of a run directory, in which one process trains at a time, and its state. No torch."""
+"""The lock of a run directory, in which one process trains at a time. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from flatout.errors import CheckpointError, RunFailed, UsageError
+from flatout.errors import CheckpointError, RunFailed
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import (
     LocksUnsupported,
@@ -24,8 +23,7 @@ from flatout.storage.files import (
     writing_run,
 )
 from flatout.training.checkpoint.catalog import CHECKPOINTS, make_folder
-from flatout.training.run_dir import layout
-from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, REQUESTED, WRITTEN
+from flatout.training.run_dir.layout import CONFIG, EVENTS, LOCK, WRITTEN
 
 _TOKENS: dict[Path, str] = {}
 """What this process wrote into the locks that it holds."""
@@ -132,8 +130,7 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
 
 def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
     """Delete the files and directories of a start that failed before config.yaml was written."""
-    own = (ORIGIN, LOCK)
-    for name in own if folder not in created else (*own, REQUESTED):
+    for name in (LOCK,) if folder not in created else (LOCK, EVENTS):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in created:
@@ -152,25 +149,3 @@ def in_use(folder: Path) -> CheckpointError:
         fix=f"Wait until it has finished, stop it ({stop}), or choose a different directory with "
         "--run-dir DIR.",
     )
-
-
-def run_state(run_folder: Path) -> str:
-    """Return running, finished, stopped, interrupted, failed, killed (no exit code) or new."""
-    if is_locked(run_folder):
-        return "running"
-    code = layout.read_exit_code(run_folder)
-    if code is None:
-        if layout.read_summary(run_folder) is not None:
-            return "finished"
-        return "killed" if (run_folder / layout.EVENTS).exists() else "new"
-    if (
-        code == UsageError.exit_code
-    ):  # the last command may have been rejected, which changes nothing
-        if (run_folder / layout.SUMMARY).exists():
-            return "finished"
-        ends = ("start", "resume", "stop", "error")
-        kinds = (event["event"] for event in reversed(layout.read_events(run_folder)))
-        return "stopped" if next(filter(ends.__contains__, kinds), "") == "stop" else "failed"
-    if code in {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}:
-        return "interrupted"
-    return {0: "finished", 75: "stopped"}.get(code, "failed")

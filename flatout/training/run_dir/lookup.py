@@ -12,6 +12,7 @@ from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise, require_local
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.runlog import RunLog
 
 RUNS = Path("runs")
 """The directory in which runs are looked up by name."""
@@ -196,7 +197,7 @@ def metrics(run: str | Path | None = None) -> Table:
 
     Raises: CheckpointError when there is no such run. None is the newest run with a checkpoint.
     """
-    return columns(layout.read_records(run_or_newest(run)))
+    return columns(RunLog(run_or_newest(run)).records())
 
 
 def columns(records: Iterable[Mapping[str, float] | JsonObject]) -> Table:

@@ -9,19 +9,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flatout.config import trust
-from flatout.config.documents import read_document
 from flatout.config.registry import RECIPES, recipe_path
-from flatout.config.schema import RunConfig, difference, flat, load_config, parse_overrides
+from flatout.config.schema import (
+    RunConfig,
+    difference,
+    flat,
+    load_config,
+    parse_overrides,
+    read_recipe,
+)
 from flatout.errors import ConfigError, in_shell
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.data_location import data_values, moved_data
-from flatout.training.run_dir.layout import (
-    CONFIG,
-    REQUESTED,
-    SUMMARY,
-    read_config,
-    read_requested,
-)
+from flatout.training.run_dir.layout import CONFIG, read_config, read_requested
+from flatout.training.run_dir.runlog import RunLog
 
 FREE_KEYS = (
     "log.",
@@ -66,7 +67,7 @@ def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> s
     elif (path := recipe_path(recipe)) in map(RECIPES.path, RECIPES.names()):
         keys, values = keys | {"recipe"}, values | {"recipe": path.stem}
     else:
-        keys |= flat(read_document(path)).keys()
+        keys |= flat(read_recipe(path)).keys()
     stated = {
         key: values[key]
         for key in keys
@@ -75,15 +76,6 @@ def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> s
     text = json.dumps(stated, sort_keys=True)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip(".-") or "run"
     return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def settings_file(folder: Path) -> Path:
-    """Return the file with the settings that a run was started with, to train them again.
-
-    It is asked.yaml, or config.yaml if an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it is damaged.
-    """
-    return folder / (CONFIG if read_requested(folder) is None else REQUESTED)
 
 
 def keys_that_may_change() -> str:
@@ -124,7 +116,8 @@ def config_to_resume(
     if stored is None:
         return None
     first = read_requested(folder)
-    if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
+    assert first is not None, "config.yaml has both"
+    if not catalog.has_saved(folder) and RunLog(folder).summary is None:
         return None
     trust.require_trusted(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
@@ -141,7 +134,7 @@ def config_to_resume(
 
 def continued(
     stored: RunConfig,
-    first: RunConfig | None,
+    first: RunConfig,
     requested: RunConfig,
     *,
     place: str,
@@ -151,27 +144,24 @@ def continued(
     """Return `stored` with the free keys, data paths and micro-batch that `requested` states.
 
     Free keys that it does not state keep their stored values, except OF_THIS_START.
-    `first` is the request that the run started with, if it is known. `place` is where the run is,
+    `first` is the request that the run started with. `place` is where the run is,
     a path or a URL, and `sent_by` the end of that sentence.
     Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
     """
     moved = moved_data(stored.data, requested.data)
     if moved is not None:
-        requested = requested.with_values(data_values((first or stored).data))
+        requested = requested.with_values(data_values(first.data))
     batch = _other_micro_batch(stored, requested)
     free = (*FREE_KEYS, *LENGTH_KEYS, *batch)
     contradictions = difference(stored, requested, free=free)
-    if contradictions and first is not None:
+    if contradictions:
         changed = {line.partition(": ")[0] for line in difference(first, requested, free=free)}
         contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
     if contradictions:
-        asked = f"{place}/{REQUESTED}"
-        lost = "" if first else f" {asked}, with the settings as requested, is missing."
-        restore = "" if first else f"Restore {in_shell(asked)} if there is a copy. "
         raise ConfigError(
-            f"{place} contains a run with different settings{sent_by}: {'; '.join(contradictions)}."
-            f"{lost}",
-            fix=f"{restore}{fix} {keys_that_may_change()}",
+            f"{place} contains a run with different settings{sent_by}: "
+            f"{'; '.join(contradictions)}.",
+            fix=f"{fix} {keys_that_may_change()}",
         )
     stated = requested.stated()
     values = {

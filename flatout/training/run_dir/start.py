@@ -10,28 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.optim.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
-from flatout.storage.json_io import JsonObject, parsing, read_model
+from flatout.storage.json_io import JsonObject, parsing
 from flatout.storage.recognised import recognise
 from flatout.training.checkpoint import catalog
-from flatout.training.run_dir import layout
-from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, read_requested
+from flatout.training.run_dir.layout import CONFIG, EVENTS, LOCK, read_requested
 from flatout.training.run_dir.resume import LENGTH_KEYS, config_to_resume
-
-
-class Origin(BaseModel):
-    """The content of origin.json."""
-
-    asked: str
-    """The argument of --resume, as an absolute path."""
-    checkpoint: str
-    """The checkpoint that it resolved to."""
+from flatout.training.run_dir.runlog import Origin, RunLog
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,8 @@ def find_start(
     if resume == "never":
         _require_empty(folder)
         return Start()
-    origin, path = read_origin(folder), Path(resume).resolve()
+    log, path = RunLog(folder), Path(resume).resolve()
+    origin = log.origin
     is_here = resume == "auto" or path == folder.resolve()
     continues = is_here or (origin and str(path) in (origin.asked, origin.checkpoint))
     if not continues and not is_own(path, folder) and catalog.has_saved(folder):
@@ -99,10 +89,7 @@ def find_start(
     message = None
     if checkpoint is None and origin and is_here:
         checkpoint = _checkpoint_of(origin, folder, progress)
-        message = (
-            f"Resuming from {checkpoint}, where this run started. To start without it, delete "
-            f"{folder / ORIGIN}."
-        )
+        message = f"Resuming from {checkpoint}, where this run started."
     elif checkpoint is None and resume != "auto":
         found = _checkpoint_at(Path(resume), progress)
         return Start(None, found, Origin(asked=str(path), checkpoint=str(found.resolve())))
@@ -114,8 +101,8 @@ def find_start(
         )
     if stored is None:
         return Start(None, checkpoint, message=message)
-    longer = lengthen(folder, stored, requested, steps_of(stored), checkpoint)
-    config, summary = longer.config if longer else stored, layout.read_summary(folder)
+    longer = lengthen(folder, stored, requested, steps_of(stored), checkpoint, origin)
+    config, summary = longer.config if longer else stored, log.summary
     if summary is not None and checkpoint is not None:
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
@@ -132,16 +119,6 @@ def _goes_back(folder: Path, asked: Path, newest: Path) -> CheckpointError:
         fix=f"Start a new run from {asked.name}: `--resume {in_shell(asked)} --run-dir "
         f"{in_shell(other)}`.",
     )
-
-
-def read_origin(folder: Path) -> Origin | None:
-    """Return the origin of a run, or None when it started without a checkpoint.
-
-    Raises: CheckpointError when origin.json is damaged.
-    """
-    path = folder / ORIGIN
-    fix = f"Delete {path}: the run then resumes from its own checkpoints."
-    return read_model(path, Origin, fix=fix) if path.exists() else None
 
 
 def is_own(checkpoint: Path, folder: Path) -> bool:
@@ -197,8 +174,8 @@ def _checkpoint_of(origin: Origin, folder: Path, progress: Progress) -> Path:
     if not path.is_dir():
         raise CheckpointError(
             f"{folder} started from {path}, which no longer exists, and has saved nothing since.",
-            fix=f"Name a different one with --resume PATH, or delete {folder / ORIGIN} to start "
-            "without one.",
+            fix="Name a different one with --resume PATH, or choose a different directory with "
+            "--run-dir DIR to start without one.",
         )
     catalog.require_complete(path, progress=progress)
     return path
@@ -210,6 +187,7 @@ def lengthen(
     asked: RunConfig,
     steps: int | None,
     checkpoint: Path | None,
+    origin: Origin | None,
 ) -> Longer | None:
     """Return the run with the length that `asked` states, `steps`. None when it has that length.
 
@@ -238,21 +216,24 @@ def lengthen(
         {"train.steps": steps} | ({"schedule.warmup": warmup} if keeps_warmup else {})
     )
     if checkpoint is not None:
-        _require_equal_rates(folder, stored, config, checkpoint)
+        _require_equal_rates(folder, stored, config, checkpoint, origin)
     message = f"{folder} was planned for {counted(before, 'step')} and now trains to step {steps}."
     message += f" Its warm-up stays at {counted(warmup, 'step')}." if keeps_warmup else ""
     return Longer(config, requested.with_values(length), before, message)
 
 
 def _require_equal_rates(
-    folder: Path, stored: RunConfig, longer: RunConfig, checkpoint: Path
+    folder: Path,
+    stored: RunConfig,
+    longer: RunConfig,
+    checkpoint: Path,
+    origin: Origin | None,
 ) -> None:
     """Check that a run's learning rates up to a checkpoint are those of its new length too.
 
     Raises: ConfigError with the command that starts a new run: from the newest checkpoint before
             the rates differ, or from the last one.
     """
-    origin = read_origin(folder)
     since = catalog.step_of(Path(origin.checkpoint)) if origin else 0
     before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
     now, then = (
@@ -289,7 +270,7 @@ def how_to_train_on(
             other = f"--resume {in_shell(folder)} --run-dir DIR"
             return f"start a new run: {other}, with a larger train.steps"
         return f"set train.steps to more than {train.steps}"
-    with parsing(folder / layout.SUMMARY):
+    with parsing(folder / EVENTS):
         stopped_early = summary.get("stopped_early") and step == summary["steps"]
         if stopped_early and out_of_patience(train, step, summary["best_step"]):
             return f"set train.patience to more than {train.patience}, or to 0"

@@ -2,7 +2,6 @@
 
 URL/NAME/              NAME is the name of the run directory
 ├── config.yaml, ...   RUN_FILES, as in the run directory
-├── loggers/           the run's ids at remote loggers
 └── step-N-DIGEST/     a checkpoint, with the digest of its manifest (storage/whole.py)
 """
 
@@ -24,25 +23,10 @@ from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
     METRICS,
-    ORIGIN,
-    REQUESTED,
-    SUMMARY,
 )
 
-RUN_FILES = (
-    REQUESTED,
-    CONFIG,
-    ORIGIN,
-    TOKENIZER,
-    CONFIG_FILE,
-    CHAT_TEMPLATE,
-    METRICS,
-    EVENTS,
-    SUMMARY,
-)
+RUN_FILES = (CONFIG, TOKENIZER, CONFIG_FILE, CHAT_TEMPLATE, METRICS, EVENTS)
 """Files of a run directory that a resume needs or continues, in the order of restoring them."""
-CONFIGURATION = (REQUESTED, CONFIG)
-LOGGER_FILE = re.compile(r"\w[\w-]*\.json")
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)-[0-9a-f]{8}")
 
 

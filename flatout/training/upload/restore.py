@@ -21,15 +21,13 @@ from flatout.progress import Progress, counted
 from flatout.storage.files import copy_whole
 from flatout.storage.json_io import object_or_none
 from flatout.storage.remote.connection import NothingThere
-from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.whole import MANIFEST, PULL, Altered, fetch, pull
 from flatout.training.checkpoint import catalog
-from flatout.training.metrics.records import damage_of
+from flatout.training.metrics.records import missing_metrics
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import continued
+from flatout.training.run_dir.runlog import RunLog
 from flatout.training.upload.remote import (
-    CONFIGURATION,
-    LOGGER_FILE,
     RUN_FILES,
     RemoteCopy,
     require_elsewhere,
@@ -95,7 +93,7 @@ def restore_lost(
             info = f"{url}/{newest}/{catalog.INFO}"
             fetch(info, copy / catalog.INFO, most_bytes=MOST_INFO, fix=START_WITHOUT)
         saved = _saved(copy)
-        _fetch_missing(store, CONFIGURATION, copy)
+        _fetch_missing(store, [layout.CONFIG], copy)
         _require_same_settings(copy, url, saved, requested)
         _restore_config(copy, folder, requested, trust_code)
     fetch_run(store, folder, progress)
@@ -108,9 +106,7 @@ def fetch_run(store: RemoteCopy, folder: Path, progress: Progress) -> None:
     Raises: CheckpointError when no checkpoint there is usable; DataError when the server fails.
     """
     url, names = store.url, store.names()
-    ids = filter(LOGGER_FILE.fullmatch, RemoteFolder(f"{url}/{layout.LOGGER_STATES}").files())
-    loggers = [f"{layout.LOGGER_STATES}/{own}" for own in ids]
-    _fetch_missing(store, (*RUN_FILES, *loggers), folder)
+    _fetch_missing(store, RUN_FILES, folder)
     problems = []
     for newest in names:
         problem = _restore_checkpoint(store, newest, folder, progress)
@@ -129,10 +125,9 @@ def fetch_run(store: RemoteCopy, folder: Path, progress: Progress) -> None:
             break
     layout.append_event(folder, "restore", step=step, url=url)
     progress.say(f"Restored {folder} from {url}: step {step}{_saved(checkpoint)}.")
-    if (folder / layout.SUMMARY).exists():  # else the resume that follows reports it
-        damage = damage_of(folder, checkpoint)
-        if damage is not None:
-            progress.say(damage)
+    info, is_finished = catalog.read_info(checkpoint), RunLog(folder).summary is not None
+    if info and is_finished and (lost := missing_metrics(folder, info)):
+        progress.say(lost)  # else the resume that follows reports it
 
 
 def _saved(checkpoint: Path) -> str:
@@ -154,7 +149,7 @@ def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfi
     except FlatoutError as error:
         what = error.what.replace(str(copy), url)
         raise CheckpointError(what, fix=START_WITHOUT) from error
-    if stored is None:
+    if stored is None or first is None:
         raise CheckpointError(f"{url} has no {layout.CONFIG}.", fix=START_WITHOUT)
     continued(
         stored,
@@ -169,9 +164,7 @@ def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfi
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
     """Store the configuration in place of one that is here: it trained the checkpoints."""
-    for name in CONFIGURATION:
-        if (copy / name).exists():
-            copy_whole(copy / name, folder / name)
+    copy_whole(copy / layout.CONFIG, folder / layout.CONFIG)
     config = layout.read_config(folder)
     assert config is not None, "the copy was checked"
     references = config.references()
@@ -182,8 +175,7 @@ def _fetch_missing(store: RemoteCopy, names: Iterable[str], folder: Path) -> Non
     """Fetch the files of the run directory that `folder` lacks."""
     there = store.top.files()
     for name in names:
-        if name.partition("/")[0] in there and not (folder / name).exists():
-            (folder / name).parent.mkdir(exist_ok=True)
+        if name in there and not (folder / name).exists():
             fetch(f"{store.url}/{name}", folder / name, fix=START_WITHOUT)
 
 

@@ -30,10 +30,8 @@ from flatout.storage.remote.reading import open_remote
 from flatout.storage.whole import MANIFEST, beside, name_of, push
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.observers import Quiet
-from flatout.training.run_dir.layout import EVENTS, LOGGER_STATES, SUMMARY, append_event
+from flatout.training.run_dir.layout import CONFIG, EVENTS, append_event
 from flatout.training.upload.remote import (
-    CONFIGURATION,
-    LOGGER_FILE,
     RUN_FILES,
     RemoteCopy,
     step_at,
@@ -94,7 +92,7 @@ class Uploader(Quiet):
                     fix="Choose a run directory with a different name with --run-dir DIR, or set "
                     "a different checkpoint.upload.",
                 )
-        self._send_run_files(CONFIGURATION)
+        self._send_run_files([CONFIG])
         self._is_claimed = True
 
     def _first_line_there(self) -> bytes | None:
@@ -200,7 +198,7 @@ class Uploader(Quiet):
                 if source is not None:
                     num_bytes += self._send_checkpoint(step, source, work, self._there)
             self._prune(self._there)
-        if with_run_files:  # the summary, which marks a finished run, follows its checkpoints
+        if with_run_files:
             self._send_run_files(RUN_FILES)
         return num_bytes
 
@@ -224,7 +222,7 @@ class Uploader(Quiet):
         there[name] = False
 
         def send_run_files() -> None:
-            self._send_run_files([file for file in RUN_FILES if file != SUMMARY])
+            self._send_run_files(RUN_FILES)
             self._require_time()
 
         num_bytes = push(
@@ -247,11 +245,8 @@ class Uploader(Quiet):
 
     def _send_run_files(self, names: Iterable[str]) -> None:
         """Send files of the run directory. Copies are sent: metrics and events grow meanwhile."""
-        loggers = self._run_folder / LOGGER_STATES
-        states = sorted(loggers.iterdir()) if loggers.is_dir() else []
-        ids = [path.name for path in states if LOGGER_FILE.fullmatch(path.name)]
         with tempfile.TemporaryDirectory(prefix="flatout-") as work:
-            for name in (*names, *(f"{LOGGER_STATES}/{own}" for own in ids)):
+            for name in names:
                 if (self._run_folder / name).is_file():
                     copy = Path(shutil.copyfile(self._run_folder / name, Path(work) / "copy"))
                     self._store.top.send(copy, name)

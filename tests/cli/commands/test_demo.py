@@ -14,7 +14,8 @@ from flatout.errors import DataError, Stopped
 from flatout.progress import SILENT
 from flatout.storage.json_io import read_lines
 from flatout.training.metrics.observers import Quiet
-from flatout.training.run_dir.layout import read_config, read_summary
+from flatout.training.run_dir.layout import read_config
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -148,13 +149,13 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     with pytest.raises(Stopped):
         demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
     (run,) = Path("runs").iterdir()
-    assert read_summary(run) is None
+    assert RunLog(run).summary is None
     monkeypatch.setattr(module, "seconds_per_step", lambda config: 1.0)
     progress = recorded()
     demo(quick / "a.txt", minutes=0.001, progress=progress)
     assert f"Resuming {run}." in progress.lines
-    assert read_config(run).train.steps == read_summary(run)["steps"] == 3
-    assert read_summary(run)["resumed_from"].endswith("step-2")
+    assert read_config(run).train.steps == RunLog(run).summary["steps"] == 3
+    assert RunLog(run).summary["resumed_from"].endswith("step-2")
 
 
 @pytest.mark.parametrize(("passed_s", "steps"), [(1.0, 4), (0.01, 21)], ids=["slow", "fast"])

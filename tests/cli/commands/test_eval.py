@@ -12,12 +12,13 @@ from flatout.cli.commands.train import train
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, DataError
-from flatout.training.run_dir.layout import read_config, read_summary, write_config
+from flatout.training.run_dir.layout import read_config, write_config
+from flatout.training.run_dir.runlog import RunLog
 
 
 def test_scores_equal_those_of_the_run(tiny_run):
     result = evaluate(str(tiny_run), "last")
-    assert result.val_loss == pytest.approx(read_summary(tiny_run)["val_loss"], rel=1e-6)
+    assert result.val_loss == pytest.approx(RunLog(tiny_run).summary["val_loss"], rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(result.val_loss))
     data = tiny_run.parent.parent / "data"
     split = Dataset.open(data).split("val")

@@ -14,7 +14,7 @@ from flatout.cli.commands.train import train
 from flatout.config.schema import load_config
 from flatout.data.tokenizers.make import of_bytes
 from flatout.errors import CheckpointError, ConfigError, OutputInUse, UsageError
-from flatout.training.run_dir.layout import read_summary
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def test_an_export_is_described(tiny_run, tmp_path):
     assert (found.files, found.bytes) == (len(sizes), sum(sizes))
     for part in (found.path, "GPTNeoXForCausalLM", "drops characters"):
         assert part in found.summary()
-    card, summary = (out / "README.md").read_text(), read_summary(tiny_run)
+    card, summary = (out / "README.md").read_text(), RunLog(tiny_run).summary
     for part in (
         "library_name: transformers",
         f"| validation loss | {summary['val_loss']:.4f} nats per token |",

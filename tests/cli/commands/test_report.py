@@ -25,11 +25,13 @@ from flatout.training.run_dir import layout
 def make_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def make(name, *, records=3, config="name: tiny\n"):
+    def make(name, *, records=3, config="name: tiny"):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         if config is not None:
-            (folder / "config.yaml").write_text(config)
+            (folder / "config.yaml").write_text(
+                f"requested: {{{config}}}\nresolved: {{{config}}}\n"
+            )
         lines = [json.dumps({"step": s, "train/loss": 1.0}) + "\n" for s in range(records)]
         (folder / "metrics.jsonl").write_text("".join(lines))
         return folder

@@ -7,7 +7,8 @@ import pytest
 from flatout.cli.commands.train import SAMPLE_LINES, TrainResult, train
 from flatout.inference import chat
 from flatout.storage.json_io import append_line
-from flatout.training.run_dir.layout import read_config, read_events
+from flatout.training.run_dir.layout import read_config
+from flatout.training.run_dir.runlog import RunLog
 
 RESULT = {
     "steps": 500,
@@ -83,7 +84,7 @@ def test_what_says_nothing_is_omitted(tmp_path, more, word):
 
 
 def test_an_old_summary_without_newer_fields_is_read(tiny_run):
-    path = tiny_run / "summary.json"
+    path = tiny_run / "events.jsonl"
     before = path.read_text()
     try:
         path.write_text(
@@ -104,6 +105,6 @@ def test_a_sample_of_a_model_of_short_documents_has_several(tiny_config, tmp_pat
 
     monkeypatch.setattr(chat, "sample", sample)
     train(tiny_config(train__steps=1), run=tmp_path / "run")
-    (text,) = (e["text"] for e in read_events(tmp_path / "run") if e["event"] == "sample")
+    (text,) = (e["text"] for e in RunLog(tmp_path / "run").events if e["event"] == "sample")
     assert text.splitlines()[:2] == ["Ann, Bob"] * 2
     assert len(text.splitlines()) == len(set(seeds)) == 3

@@ -97,7 +97,7 @@ def test_a_damaged_configuration_or_tokenizer_is_a_problem_of_the_run(run):
     (run / "tokenizer.json").write_text("{}")
     result = verify(run)
     assert not result.ok
-    assert "config.yaml is damaged" in result.problems[0]
+    assert "config.yaml has no settings" in result.problems[0]
     assert "tokenizer.json is damaged or was replaced" in result.problems[1]
     assert result.newest_valid == str(run / "checkpoints/step-3")
 

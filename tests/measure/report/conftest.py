@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from textwrap import indent
 
 import pytest
 
 from flatout.measure.report.curves import read_runs
 
 CONFIG = "name: tiny\nmodel: {vocab_size: 257}\ndata: {path: data/book}\ntrain: {steps: 40}\n"
+
+STARTED = [{"event": "start", "step": 0}]
 
 
 def record(step, **figures):
@@ -37,18 +40,22 @@ def training(step):
 def make_run(tmp_path):
     """Write a run directory: `make_run("name", records=..., events=..., summary=...)`."""
 
-    def make(name="run", *, records=None, events=(), summary=None, findings=None, config=CONFIG):
+    def make(
+        name="run", *, records=None, events=STARTED, summary=None, findings=None, config=CONFIG
+    ):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         if records is None:
             records = [training(step) for step in range(1, 21)]
         if config is not None:
-            (folder / "config.yaml").write_text(config)
+            section = indent(config, "  ")
+            (folder / "config.yaml").write_text(f"requested:\n{section}\nresolved:\n{section}\n")
+        if summary is not None:
+            events = [*events, {"event": "end", **summary}]
         for file, lines in (("metrics.jsonl", records), ("events.jsonl", events)):
             (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        for file, document in (("summary.json", summary), ("findings.json", findings)):
-            if document is not None:
-                (folder / file).write_text(json.dumps(document))
+        if findings is not None:
+            (folder / "findings.json").write_text(json.dumps(findings))
         return folder
 
     return make

@@ -67,11 +67,11 @@ def test_records_without_a_step_are_omitted(make_run, read):
 
 
 def test_damaged_documents_become_notes(make_run, read):
-    folder, names = make_run(), ("config.yaml", "summary.json", "findings.json")
+    folder, names = make_run(), ("config.yaml", "findings.json")
     for name in names:
         (folder / name).write_text("{[")
     (run,) = read(folder)
-    assert (run.settings, run.summary, run.diagnosis) == ({}, {}, None)
+    assert (run.settings, run.diagnosis) == ({}, None)
     assert all(any(name in note for note in run.notes) for name in names)
     for name, content in enumerate(["x", [], {}, {"verdict": None}, {"findings": 3}]):
         (run,) = read(make_run(str(name), findings=content))

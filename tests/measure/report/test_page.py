@@ -80,7 +80,7 @@ def test_results_are_those_of_the_records_and_the_summary(make_run, read):
 
 def test_the_sections_begin_with_what_differs_and_the_results(make_run, read):
     other = "name: tiny\nmodel: {vocab_size: 65}\ndata: {path: data/x}\ntrain: {steps: 40}\n"
-    page = render(read(make_run("a"), make_run("b", config=other)))
+    page = render(read(make_run("a", events=()), make_run("b", config=other, events=())))
     sections = re.findall('<section id="(.*?)"', page)
     assert sections == ["differences", "results", "charts", "settings", "about"]
     shown = text_of(read(make_run("c"), make_run("d", config=other)))
@@ -105,10 +105,12 @@ def test_a_diagnosis_is_shown_as_it_was_written(make_run, read):
         site=CallSite(file="mine.py", line=7, text="time.sleep(1)"),
         fixes=(Fix(text="Raise data.prefetch.", overrides={"data.prefetch": 8}),),
     )
-    folder, found = make_run(), diagnosis_of(Evidence(source="recorded run"))
+    folder, found = make_run(events=()), diagnosis_of(Evidence(source="recorded run"))
     changes = {"verdict": "The device waits for data.", "findings": (finding,)}
     found.model_copy(update=changes).write(folder)
-    found.model_copy(update={"verdict": "Nothing is slow."}).write(healthy := make_run("b"))
+    found.model_copy(update={"verdict": "Nothing is slow."}).write(
+        healthy := make_run("b", events=())
+    )
     assert "Findings Nothing is slow. Settings" in text_of(read(healthy))
     assert (
         "Findings Reading is slow. at mine.py:7: time.sleep(1) "

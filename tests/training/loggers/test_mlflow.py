@@ -11,7 +11,7 @@ from flatout.errors import Stopped
 from flatout.training.loggers.mlflow import MLflow
 from flatout.training.metrics.loggers import RemoteRun
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events
+from flatout.training.run_dir.runlog import RunLog
 
 
 class Server:
@@ -147,7 +147,7 @@ def test_the_package_keeps_a_stopped_and_resumed_run_as_one(
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "run", observers=[stop_after(3)])
     assert run_training(config, tmp_path / "run")["steps"] == 6
-    assert "no_mlflow" not in [event["event"] for event in read_events(tmp_path / "run")]
+    assert "no_mlflow" not in [event["event"] for event in RunLog(tmp_path / "run").events]
     known, client = RemoteRun(tmp_path / "run", "mlflow").read()["run_id"], mlflow.MlflowClient()
     losses = client.get_metric_history(known, "train/loss")
     assert sorted(one.step for one in losses) == [1, 2, 3, 4, 5, 6]
@@ -165,5 +165,5 @@ def test_a_server_that_rejects_does_not_stop_the_run(tiny_config, tmp_path, monk
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     config = tiny_config(train__steps=2, log__to="mlflow")
     assert run_training(config, tmp_path / "run")["steps"] == 2
-    events = [event["event"] for event in read_events(tmp_path / "run")]
+    events = [event["event"] for event in RunLog(tmp_path / "run").events]
     assert events.count("no_mlflow") == 1

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flatout.training.loggers import tensorboard
 from flatout.training.loggers.tensorboard import TensorBoard
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_a_run_survives_an_event_file_that_cannot_be_written(
         )
     assert run_training(tiny_config(train__steps=2, log__every=1), tmp_path / "run")["steps"] == 2
     events = [
-        event for event in read_events(tmp_path / "run") if event["event"] == "no_tensorboard"
+        event for event in RunLog(tmp_path / "run").events if event["event"] == "no_tensorboard"
     ]
     assert [event["reason"] for event in events] == [
         os.strerror(errno.EIO if where == "open" else errno.ENOSPC)

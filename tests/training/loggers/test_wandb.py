@@ -13,7 +13,7 @@ from flatout.training.loggers import wandb as logger_module
 from flatout.training.loggers.wandb import WeightsAndBiases
 from flatout.training.metrics.loggers import RemoteRun
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events
+from flatout.training.run_dir.runlog import RunLog
 
 
 class FakeRun:
@@ -200,7 +200,7 @@ def test_the_package_keeps_a_stopped_and_resumed_run_under_one_id(
     assert len(kept) == 2
     assert all(folder.name.endswith(known["id"]) for folder in kept)
     assert all(list(folder.glob("*.wandb")) for folder in kept)
-    assert "no_wandb" not in [event["event"] for event in read_events(tmp_path / "run")]
+    assert "no_wandb" not in [event["event"] for event in RunLog(tmp_path / "run").events]
     assert "model.safetensors" not in json.dumps([str(p) for p in kept[0].rglob("*")])
 
 
@@ -213,6 +213,8 @@ def test_the_package_without_network_keeps_the_run_in_files(tiny_config, tmp_pat
     monkeypatch.setattr(logger_module, "CONNECT_S", 2.0)
     config = tiny_config(train__steps=2, log__to="wandb")
     assert run_training(config, tmp_path / "run")["steps"] == 2
-    texts = [event["text"] for event in read_events(tmp_path / "run") if event["event"] == "logger"]
+    texts = [
+        event["text"] for event in RunLog(tmp_path / "run").events if event["event"] == "logger"
+    ]
     assert any("cannot be reached" in text for text in texts)
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))

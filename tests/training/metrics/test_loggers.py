@@ -13,7 +13,6 @@ import pytest
 from flatout.assembly import preflight
 from flatout.config.sections import LogConfig
 from flatout.errors import ConfigError, MissingPackage
-from flatout.storage.json_io import write_json
 from flatout.training.metrics import loggers
 from flatout.training.metrics.loggers import (
     Guard,
@@ -24,7 +23,7 @@ from flatout.training.metrics.loggers import (
     require_loggers,
 )
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events
+from flatout.training.run_dir.runlog import RunLog
 
 
 class Recorder(Logger):
@@ -201,6 +200,7 @@ def test_reasons_continue_a_sentence():
 OWN = """\
 import flatout
 from flatout.training.metrics.loggers import Logger
+from flatout.training.run_dir.runlog import RunLog
 
 
 
@@ -271,7 +271,7 @@ def test_a_mistake_of_an_observer_ends_the_run_and_one_of_a_logger_does_not(tiny
         run_training(tiny_config(log__observers="own_loggers:Broken"), tmp_path / "first")
     config = tiny_config(train__steps=2, log__to="own_loggers:BrokenLogger,tensorboard")
     assert run_training(config, tmp_path / "second")["steps"] == 2
-    (event,) = [one for one in read_events(tmp_path / "second") if one["event"] == "no_logger"]
+    (event,) = [one for one in RunLog(tmp_path / "second").events if one["event"] == "no_logger"]
     assert event["reason"] == "division by zero"
     assert any((tmp_path / "second" / "tensorboard").iterdir())
 
@@ -311,5 +311,3 @@ def test_the_id_of_a_remote_run_is_kept_in_the_run_directory(tmp_path):
     assert remote.read() == {}
     remote.write(id="abc", entity=None)
     assert RemoteRun(tmp_path, "wandb").read()["id"] == "abc"
-    write_json(tmp_path / "loggers" / "wandb.json", ["damaged"])
-    assert remote.read() == {}

@@ -9,7 +9,8 @@ import pytest
 from flatout.cli.commands.train import train
 from flatout.storage.json_io import read_lines
 from flatout.training import finish
-from flatout.training.run_dir import layout
+from flatout.training.metrics.log import Log
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ def kinds_of_records(run):
         (finish, "score"),
         (finish, "log_sample"),
         (finish, "summarise"),
-        (layout, "write_summary"),
+        (Log, "end"),
     ],
     ids=lambda place: place[1],
 )
@@ -50,7 +51,7 @@ def test_a_kill_after_the_last_step_repeats_no_record_and_no_event(
     assert kinds_of_records(run) == {
         (step, kind): 1 for step in range(1, 5) for kind in ("train", "val")[: 1 + (step % 2 == 0)]
     }
-    found = [e for e in read_lines(run / "events.jsonl") if e["event"] in REPEATED]
+    found = [event for event in RunLog(run).events if event["event"] in REPEATED]
     assert [(event["event"], event["step"]) for event in found] == [
         ("sample", 2),
         ("evaluation", 4),
@@ -59,32 +60,16 @@ def test_a_kill_after_the_last_step_repeats_no_record_and_no_event(
     ]
 
 
-def cut(content):
-    return content[: len(content) // 2]
-
-
-def flip(content):
-    digit = content.index(b'"train/loss": ') + len(b'"train/loss": ') + 2
-    return content[:digit] + b"%d" % (9 - int(content[digit : digit + 1])) + content[digit + 1 :]
-
-
-def zero(content):
-    middle = len(content) // 2
-    return content[: middle - 100] + bytes(200) + content[middle + 100 :]
-
-
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (None, None),
-        (cut, "has lost 2 records since the checkpoint of step 2 was saved"),
-        (flip, "was changed or damaged since the checkpoint of step 2 was saved"),
-        (zero, "has lost 2 records since"),
-        (lambda content: None, "has lost 3 records since"),
+        (lambda content: content[: len(content) // 2], "bytes since the checkpoint of step 2"),
+        (lambda content: None, "bytes since the checkpoint of step 2 was saved"),
     ],
-    ids=["whole", "cut", "flipped", "zeroed", "missing"],
+    ids=["whole", "cut", "missing"],
 )
-def test_a_resume_names_damaged_records(config, tmp_path, killed_in, messages, damage, named):
+def test_a_resume_names_lost_records(config, tmp_path, killed_in, messages, damage, named):
     run = tmp_path / "run"
     config = config.with_values({"checkpoint.every_steps": 2, "train.eval_tokens": "all"})
     with killed_in(finish, "save_last"):
@@ -97,4 +82,4 @@ def test_a_resume_names_damaged_records(config, tmp_path, killed_in, messages, d
     train(config, run=run, progress=messages)
     lines = [line for line in messages.lines if str(metrics) in line]
     assert [named in line for line in lines] == [True] * (named is not None)
-    assert [e["text"] for e in layout.read_events(run) if e["event"] == "difference"] == lines
+    assert [e["text"] for e in RunLog(run).events if e["event"] == "difference"] == lines

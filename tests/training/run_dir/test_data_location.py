@@ -12,7 +12,8 @@ from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.inference.load import load_run
 from flatout.training.run import run_training
 from flatout.training.run_dir.data_location import require_tokenizer
-from flatout.training.run_dir.layout import read_config, read_events
+from flatout.training.run_dir.layout import read_config
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_reported(
     stored = read_config(tmp_path / "run")
     assert list(stored.data.mix) == [str(tiny_set), str(ragged_set)]
     assert stored.data.path is None
-    events = [event for event in read_events(tmp_path / "run") if event["event"] == "data"]
+    events = [event for event in RunLog(tmp_path / "run").events if event["event"] == "data"]
     assert [(one["name"], one["share"]) for one in events] == [("tiny", 0.75), ("ragged", 0.25)]
     dataset = open_data(stored.data)
     for one, part in zip(events, dataset.members, strict=True):
@@ -104,7 +105,9 @@ def test_datasets_may_be_given_in_any_order_and_move(mixed_config, mix, tmp_path
     resumed = run_training(mixed_config(data__mix=after), tmp_path / "run")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert load_run(tmp_path / "run").dataset.members[0].dataset.path.parent == tmp_path / "after"
-    assert not [event for event in read_events(tmp_path / "run") if event["event"] == "difference"]
+    assert not [
+        event for event in RunLog(tmp_path / "run").events if event["event"] == "difference"
+    ]
 
 
 def test_resume_rejects_another_mix_and_names_the_difference(

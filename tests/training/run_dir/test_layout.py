@@ -12,6 +12,7 @@ from flatout.errors import ConfigError, HardwareError
 from flatout.storage import files
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import run_name
+from flatout.training.run_dir.runlog import RunLog
 
 
 @pytest.fixture
@@ -88,18 +89,8 @@ def test_an_unfinished_event_does_not_damage_the_others(tmp_path):
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "sav')
     layout.append_event(tmp_path, "resume", folder="a field of any name")
-    assert [event["event"] for event in layout.read_events(tmp_path)] == ["start", "resume"]
-    assert layout.read_events(tmp_path)[0]["world_size"] == 2
-
-
-def test_json_is_replaced_atomically(tmp_path, monkeypatch):
-    layout.write_summary(tmp_path, {"val_loss": 0.1 + 0.2})
-    monkeypatch.setattr(
-        files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
-    with pytest.raises(OSError, match="No space"):
-        layout.write_summary(tmp_path, {"val_loss": 1.0})
-    assert layout.read_summary(tmp_path) == {"val_loss": 0.1 + 0.2}
+    assert [event["event"] for event in RunLog(tmp_path).events] == ["start", "resume"]
+    assert RunLog(tmp_path).events[0]["world_size"] == 2
 
 
 def test_the_exit_code_is_stored_and_cleared(tmp_path):
@@ -149,6 +140,7 @@ def test_only_runs_are_listed_oldest_first(tmp_path):
 def test_an_empty_requested_configuration_is_damaged(tmp_path):
     """It would read as the defaults, and the stored settings as changes."""
     assert layout.read_requested(tmp_path) is None
-    (tmp_path / layout.REQUESTED).touch()
-    with pytest.raises(ConfigError, match=r"asked\.yaml is damaged: it is empty"):
+    layout.write_config(tmp_path, RunConfig())
+    (tmp_path / layout.CONFIG).write_text("requested:\nresolved: {}\n")
+    with pytest.raises(ConfigError, match=r"has no settings under `requested` and `resolved`"):
         layout.read_requested(tmp_path)

@@ -13,9 +13,11 @@ import time
 
 import pytest
 
-from flatout.errors import CheckpointError
+from flatout.config.schema import RunConfig
+from flatout.errors import CheckpointError, ConfigError
 from flatout.training.run_dir import layout, lock
-from flatout.training.run_dir.lock import hold_lock, is_locked, run_state
+from flatout.training.run_dir.lock import hold_lock, is_locked
+from flatout.training.run_dir.runlog import RunLog, record_exit
 
 HOLD = """
 import sys, time
@@ -31,6 +33,7 @@ LOOK = """
 import sys, time
 from pathlib import Path
 from flatout.training.run_dir.lock import is_locked
+from flatout.training.run_dir.runlog import RunLog, record_exit
 print("looking", flush=True)
 while True:
     is_locked(Path(sys.argv[1]))
@@ -93,7 +96,7 @@ def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, path):
 
 def test_a_failed_start_leaves_nothing(tmp_path):
     with hold_lock(tmp_path / "runs" / "new"):
-        (tmp_path / "runs" / "new" / layout.ORIGIN).write_text("{}")
+        (tmp_path / "runs" / "new" / layout.EVENTS).write_text("{}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,32 +157,36 @@ def test_a_path_too_long_for_the_disk_is_named(tmp_path, name):
 
 
 def test_a_new_run(tmp_path):
-    assert run_state(tmp_path) == "new"
+    layout.write_config(tmp_path, RunConfig())
+    assert RunLog(tmp_path).state == "new"
 
 
 def test_a_run_whose_lock_is_held_is_running(tmp_path):
-    (tmp_path / "config.yaml").touch()
+    layout.write_config(tmp_path, RunConfig())
     with hold_lock(tmp_path):
-        assert run_state(tmp_path) == "running"
-
-
-def test_a_damaged_summary_is_an_error(tmp_path):
-    (tmp_path / "summary.json").write_text("[]")
-    with pytest.raises(CheckpointError):
-        run_state(tmp_path)
+        assert RunLog(tmp_path).state == "running"
 
 
 @pytest.mark.parametrize(
-    ("kinds", "state"),
+    ("events", "state"),
     [
-        (["start", "stop"], "stopped"),
-        (["start", "stop", "upload_pending"], "stopped"),
-        (["start", "stop", "resume"], "failed"),
-        (["start"], "failed"),
+        ("start", "killed"),
+        ("start exit=75", "stopped"),
+        ("start exit=75 upload_pending", "stopped"),
+        ("start exit=130", "interrupted"),
+        ("start exit=1", "failed"),
+        ("start exit=75 resume", "killed"),
+        ("start end exit=0", "finished"),
+        ("start end exit=0 resume exit=75", "stopped"),
     ],
 )
-def test_a_request_that_was_rejected_leaves_the_state(tmp_path, kinds, state):
-    for kind in kinds:
-        layout.append_event(tmp_path, kind)
-    layout.write_exit_code(tmp_path, 2)
-    assert run_state(tmp_path) == state
+def test_the_state_is_that_of_the_last_attempt(tmp_path, events, state):
+    layout.write_config(tmp_path, RunConfig())
+    for word in events.split():
+        kind, _, code = word.partition("=")
+        layout.append_event(tmp_path, kind, **({"code": int(code)} if code else {}))
+    assert RunLog(tmp_path).state == state
+    if "exit" in events and not events.endswith("resume"):
+        record_exit(tmp_path, 2, ConfigError("Rejected.", fix="Nothing."))
+        assert RunLog(tmp_path).state == state, "a rejected command changes nothing"
+        assert layout.read_exit_code(tmp_path) == 2

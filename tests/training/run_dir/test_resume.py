@@ -124,17 +124,3 @@ def test_a_micro_batch_that_changes_the_step_is_rejected(tmp_path, stated):
     fake_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"batch\."):
         config_to_resume(tmp_path, load_config(None, stated))
-
-
-def test_a_missing_request_is_named_where_it_would_have_been_compared(tmp_path):
-    asked = load_config(None, ["speedups=auto,-compile"])
-    layout.write_config(tmp_path, asked.with_values({"speedups": ["bf16"]}), requested=asked)
-    fake_checkpoint(tmp_path, 5)
-    config_to_resume(tmp_path, asked)
-    (tmp_path / "asked.yaml").unlink()
-    with pytest.raises(ConfigError) as refused:
-        config_to_resume(tmp_path, asked)
-    assert refused.value.what.endswith(
-        f"{tmp_path / 'asked.yaml'}, with the settings as requested, is missing."
-    )
-    assert refused.value.fix.startswith(f"Restore {tmp_path / 'asked.yaml'} if there is a copy. ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -89,6 +88,9 @@ TABLE = {
     "finished, constant": (
         {"saved": [10], "summary": {}}, [CONSTANT], "auto", "finished: train.steps to more than 10",
     ),
+    "the last checkpoint was lost": (
+        {"saved": [8], "summary": {}}, [], "auto", "stored at run/step-8",
+    ),
     "evaluation was lost": ({"saved": [10]}, [], "auto", "stored at run/step-10"),
     "out of patience": (
         {"saved": [6], "summary": EARLY, "stated": PATIENT}, PATIENT, "auto",
@@ -140,10 +142,10 @@ def make(root, saved=None, damaged=(), half=(), replaced=(), stored=STORED, stat
         path = run / f"checkpoints/step-{step}"
         path.rename(path.with_name(f"{path.name}.old-aa"))
     if "summary" in more:
-        layout.write_summary(run, more["summary"])
+        layout.append_event(run, "end", **more["summary"])
     if "origin" in more:
         path = str((root / more["origin"]).resolve())
-        (run / "origin.json").write_text(json.dumps({"asked": path, "checkpoint": path}))
+        layout.append_event(run, "origin", asked=path, checkpoint=path)
     fake_checkpoint(root / "other", 4)
     (root / "bare" / "checkpoints").mkdir(parents=True)
     (root / "plain").mkdir()

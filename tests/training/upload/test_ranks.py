@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatout.training.checkpoint import catalog
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -63,5 +64,5 @@ def test_a_lost_run_of_two_processes_comes_back(train, tmp_path, shard, events):
     shutil.rmtree(run)
     assert train("run", **stops) == 0
     assert events(run, "restore")[0]["step"] == catalog.step_of(sent)
-    ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "run")]
+    ends = [RunLog(tmp_path / name).summary for name in ("whole", "run")]
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]

@@ -9,8 +9,8 @@ from flatout.progress import SILENT
 from flatout.storage.whole import name_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_exit_code, read_summary
-from flatout.training.run_dir.lock import run_state
+from flatout.training.run_dir.layout import read_exit_code
+from flatout.training.run_dir.runlog import RunLog
 from flatout.training.upload.remote import RemoteCopy, step_at
 from flatout.training.upload.uploader import GRACE_S, sending
 
@@ -63,8 +63,8 @@ def test_a_damaged_checkpoint_comes_back_from_the_remote_copy(
     )
 
 
-@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "stopped"])
-def test_damaged_records_in_the_remote_copy_are_named_once(
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "killed"])
+def test_lost_records_in_the_remote_copy_are_named_once(
     tiny_config, tmp_path, store, messages, is_finished
 ):
     config = tiny_config(train__steps=4, checkpoint__upload=URL)
@@ -72,25 +72,27 @@ def test_damaged_records_in_the_remote_copy_are_named_once(
     there = "/bucket/runs/run/metrics.jsonl"
     store.pipe_file(there, b"".join(store.cat(there).splitlines(keepends=True)[1:]))
     if not is_finished:
-        store.rm_file("/bucket/runs/run/summary.json")
+        journal = "/bucket/runs/run/events.jsonl"
+        lines = store.cat(journal).splitlines(keepends=True)
+        store.pipe_file(journal, b"".join(line for line in lines if b'"end"' not in line))
     shutil.rmtree(tmp_path / "run")
     run_training(config, tmp_path / "run", progress=messages)
     (line,) = [line for line in messages.lines if "metrics.jsonl" in line]
-    assert "has lost 1 record since the checkpoint of step 4 was saved" in line
+    assert "bytes since the checkpoint of step 4 was saved" in line
 
 
 def test_a_rejected_start_keeps_the_results_and_records_its_exit_code(tiny_config, tmp_path, store):
     config = tiny_config(train__steps=2, schedule__kind="constant")
     run_training(config, tmp_path / "run")
-    before = read_summary(tmp_path / "run")
-    assert run_state(tmp_path / "run") == "finished"
+    before = RunLog(tmp_path / "run").summary
+    assert RunLog(tmp_path / "run").state == "finished"
     store.pipe_file(f"/bucket/runs/run/{name_of('step-1', b'theirs')}/manifest.json", b"theirs")
     store.pipe_file("/bucket/runs/run/events.jsonl", b"theirs")
     longer = config.with_values({"train.steps": 4, "checkpoint.upload": URL})
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
         run_training(longer, tmp_path / "run")
-    assert read_summary(tmp_path / "run") == before
-    assert (read_exit_code(tmp_path / "run"), run_state(tmp_path / "run")) == (2, "finished")
+    assert RunLog(tmp_path / "run").summary == before
+    assert (read_exit_code(tmp_path / "run"), RunLog(tmp_path / "run").state) == (2, "finished")
 
 
 def test_a_second_ctrl_c_does_not_wait_for_uploads():
@@ -129,7 +131,7 @@ def test_a_finished_run_sends_the_rest_when_it_is_started_again(
     assert complete() == []
     assert run_training(config, tmp_path / "run", progress=messages)["run"] == summary["run"]
     assert 6 in complete()
-    assert store.exists("/bucket/runs/run/summary.json")
+    assert b'"event": "end"' in store.cat("/bucket/runs/run/events.jsonl")
 
 
 def test_settings_that_contradict_the_remote_copy_are_rejected(tiny_config, tmp_path, store):

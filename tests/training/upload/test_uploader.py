@@ -352,18 +352,6 @@ def test_a_checkpoint_stays_until_the_next_one_of_its_step_is_complete(
     assert uploaded(5) == FILES
 
 
-def test_the_summary_is_sent_after_the_last_checkpoint(run, refusing, uploaded):
-    """A run that is restored with a summary and an earlier checkpoint would count as finished."""
-    run.checkpoint(5)
-    (run.path / "summary.json").write_text("{}")
-    refusing("manifest.json")
-    run.send()
-    assert "summary.json" not in uploaded()
-    refusing(None)
-    run.send()
-    assert "summary.json" in uploaded()
-
-
 def test_names_are_in_the_order_of_their_steps_and_others_are_omitted(run, store):
     names = [
         "step-9-00000000",
