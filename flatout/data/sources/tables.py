@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
@@ -240,6 +241,7 @@ def _csv(piece: Piece, file: IO[bytes]) -> _Table:
         fix = "Give each column a unique name in the first row."
         raise Unread(f"{piece.path} has two columns called {twice!r}.", fix=fix)
     bad: dict[int, BadRow] = {}
+    counted = _Quotes(file)
 
     def omit(row: Any) -> str:
         number = row.number - blank - 1
@@ -249,8 +251,9 @@ def _csv(piece: Piece, file: IO[bytes]) -> _Table:
         return "skip"
 
     def batches(fields: list[str]) -> Iterator[Any]:
+        last, read = None, {*fields, names[-1]}  # a quote may be open in the last column
         opened = reader.open_csv(
-            file,
+            counted,
             reader.ReadOptions(
                 use_threads=False, block_size=ROW_BYTES, column_names=names, skip_rows=blank + 1
             ),
@@ -259,17 +262,41 @@ def _csv(piece: Piece, file: IO[bytes]) -> _Table:
             ),
             # as bytes, because text that is not UTF-8 would end the file
             reader.ConvertOptions(
-                column_types=dict.fromkeys(fields, arrow.binary()), include_columns=fields
+                column_types=dict.fromkeys(read, arrow.binary()), include_columns=[*read]
             ),
         )
         for batch in opened:
             yield {number: bad.pop(number) for number in sorted(bad)}
-            yield batch.cast(arrow.schema(dict.fromkeys(fields, arrow.string())), safe=False)
+            last = batch.slice(batch.num_rows - 1) if batch.num_rows else last
+            yield batch.select(fields).cast(
+                arrow.schema(dict.fromkeys(fields, arrow.string())), safe=False
+            )
+        values = last.to_pylist()[0].values() if last else ()
+        if counted.number % 2 and any(b"\n" in (value or b"") for value in values):
+            what = "has a quote that is not closed, so its last row takes the rest of the file"
+            fix = 'Close it, and write a quote inside of quotes as "".'
+            bad[sys.maxsize] = BadRow(what, fix, "not CSV", piece.path)
         yield bad
 
     has_rows = any(map(str.strip, lines[blank + 1 :]))
     schema = arrow.schema(dict.fromkeys(names if any(names) else [], arrow.string()))
     return schema, lambda fields: [_Part(batches(fields), piece.num_bytes)] if has_rows else []
+
+
+class _Quotes:
+    """A file that counts the quotes in what is read of it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.number = file, 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes of the file."""
+        block = self._file.read(size)
+        self.number += block.count(b'"')
+        return block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -220,6 +220,7 @@ QUOTED = ['one, "two"\nthree', "four"]
         ("a.csv", 'id|text\n1|"one, ""two""\nthree"\n2|four\n', QUOTED),
         ("a.tsv", 'id\ttext\n1\t"one, ""two""\nthree"\n2\tfour\n', QUOTED),
         ("a.tsv", 'id,text\n1,"one, ""two""\nthree"\n2,four\n', QUOTED),
+        ("a.csv", 'text\n"two\nlines"\na 5" pipe\nend\n', ["two\nlines", 'a 5" pipe', "end"]),
         ("a.csv", "", []),
         ("a.csv", "\n\n", []),
         ("a.csv", "id,text", []),
@@ -238,6 +239,14 @@ def test_a_row_of_csv_is_a_document_and_the_first_names_the_columns(tmp_path, na
     packed = tmp_path / f"{name}.gz"
     packed.write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     assert sorted(shown(rows(packed))) == sorted(expected)
+
+
+@pytest.mark.parametrize("rows", ['one\n"open\ntwo\n', 'one,1\ntwo,"open\nthree,3\n'])
+def test_a_quote_of_csv_that_is_not_closed_is_a_bad_row(tmp_path, rows):
+    """It takes the rest of the file, whether its column is read or not."""
+    header = "text,id\n" if "," in rows else "text\n"
+    *_, bad = csv(tmp_path / "a.csv", header + rows)
+    assert "a quote that is not closed, so its last row takes the rest of the file" in bad.what
 
 
 def test_rows_of_csv_are_numbered_across_blocks_and_bad_ones(tmp_path, monkeypatch):
