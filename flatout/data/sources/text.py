@@ -68,7 +68,7 @@ def _document(data: bytes, path: str, offset: int) -> Row:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        bad = not_utf8(path, offset + error.start, data[error.start])
+        bad = not_utf8(path, offset, data, error.start)
     else:
         wide = _wide_encoding(text)
         if not wide:
@@ -91,14 +91,21 @@ def _wide_encoding(text: str) -> str:
     return wide + ("LE" if head[0] != "\0" else "BE")
 
 
-def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
-    """Return the error for a byte that is not UTF-8, with the command that converts the file."""
-    what = f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}"
+def not_utf8(path: str, offset: int, data: bytes, at: int) -> NotUtf8:
+    """Return the error for byte `at` of `data`, at `offset` in a file, which is not UTF-8.
+
+    Its fix converts the file, unless it is binary.
+    """
+    what = f"{path} is not UTF-8: byte 0x{data[at]:02x} at offset {offset + at}"
     known = None if is_url(path) else recognise(Path(path))
     if known is not None:
         return NotUtf8(f"{what}. It is {known.name}.", fix=known.fix)
-    has_mark = offset == 0 and byte in (0xFE, 0xFF)
-    return NotUtf8(f"{what}.", fix=_conversion(path, "UTF-16" if has_mark else "CP1252"))
+    if offset == at == 0 and data[0] in (0xFE, 0xFF):
+        encoding = "UTF-16"
+    elif not (encoding := _wide_encoding(data[:_HEAD].decode("latin-1"))) and b"\0" in data:
+        fix = "Name text only. Tokens are read with `flatout import` or `flatout.write_dataset`."
+        return NotUtf8(f"{what}. It is a binary file.", fix=fix)
+    return NotUtf8(f"{what}.", fix=_conversion(path, encoding or "CP1252"))
 
 
 def _conversion(path: str, encoding: str) -> str:
@@ -147,7 +154,7 @@ def _row(line: bytes, path: str, offset: int, fields: Fields) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except UnicodeDecodeError as error:
-        bad = not_utf8(path, offset + error.start, line[error.start])
+        bad = not_utf8(path, offset, line, error.start)
         return BadRow.of(bad, bad.reason, path, where)
     except json.JSONDecodeError as error:  # the location names the line
         what = f"is not JSON: {error.msg} at column {error.pos + 1}"

@@ -140,6 +140,23 @@ def test_the_first_byte_that_is_not_utf8_is_named(tmp_path, name, start, data):
     assert (row.reason, "iconv -f CP1252 -t UTF-8" in row.fix) == ("not UTF-8", True)
 
 
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        (bytes(range(256)) * 20, "Tokens are read with `flatout import`"),
+        ("Käfer ".encode("utf-16") * 9, "iconv -f UTF-16 -t UTF-8"),
+        ("Käfer ".encode("utf-16-le") * 9, "iconv -f UTF-16LE -t UTF-8"),
+        ("Käfer ".encode("utf-32-be") * 9, "iconv -f UTF-32BE -t UTF-8"),
+        ("Käfer ".encode("cp1252") * 9, "iconv -f CP1252 -t UTF-8"),
+    ],
+    ids=["tokens", "UTF-16", "UTF-16LE", "UTF-32BE", "CP1252"],
+)
+def test_what_is_not_utf8_is_answered_by_its_kind(tmp_path, content, advice):
+    (tmp_path / "a.dat").write_bytes(content)
+    (row,) = rows_of(tmp_path / "a.dat")
+    assert advice in row.fix
+
+
 def test_token_files_among_texts_are_named(tmp_path):
     (tmp_path / "a.log").write_text("text")
     (tmp_path / "train.bin").write_bytes(bytes(range(256)) * 20)
