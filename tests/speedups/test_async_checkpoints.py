@@ -78,7 +78,7 @@ def digests(folder):
         state = json.loads((path / catalog.STATE).read_text())
         del state["values"]["elapsed_s"]
         info = json.loads((path / INFO).read_text())
-        varies = {"elapsed_s", "saved_at", "tokens_per_s", "config_digest", "records_crc32"}
+        varies = {"elapsed_s", "saved_at", "tokens_per_s", "config_digest", "metrics_bytes"}
         found[step] = state, {key: value for key, value in info.items() if key not in varies}
     return found
 

@@ -200,8 +200,8 @@ def test_recorded_windows_say_how_busy_the_machine_was(run):
 )
 def test_a_run_that_failed_shows_why(run, kind, name, verdict):
     """The last record has no loss: float16 overflowed there, or no token was a target."""
-    events = [{"event": "error", "kind": kind, "what": "It broke.", "fix": "Mend it."}]
-    folder = run(events=events, exit_code=1)
+    why = {"kind": kind, "what": "It broke.", "fix": "Mend it."}
+    folder = run(events=[{"event": "exit", "code": 1, **why}])
     append_line(folder / layout.METRICS, RECORD | {"step": 410, "elapsed_s": 41.0})
     (finding,) = diagnosis_of(recorded_evidence(folder)).findings
     assert (finding.name, finding.verdict) == (name, verdict)
