@@ -174,9 +174,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
             newest = plan.checkpoint
-            if newest is not None and not is_own(newest, run.folder):
-                newest = None
-            saved = read_info(newest) if newest else None
+            saved = read_info(newest) if newest and is_own(newest, run.folder) else None
             lost = truncate_metrics(run.folder, saved, is_at_end=run.step == run.last_step)
             differences += [lost] if lost else []
             uploader = claimed(run.folder, run.config.checkpoint, is_resumed, progress)

@@ -75,7 +75,7 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
     manifest = read_if_there(f"{url}/{MANIFEST}")
     if manifest is None:
         store = RemoteCopy(url)
-        if not store.names():
+        if CONFIG not in store.top.files():
             raise _nothing_at(url)
         if catalog.has_saved(folder) or (folder.exists() and not (folder / CONFIG).exists()):
             raise _in_use(folder)

@@ -22,6 +22,14 @@ def test_a_run_and_what_comes_from_it_move_too(fox_run, tmp_path, kind):
     assert flatout.verify(copy).ok
 
 
+def test_a_store_that_holds_a_checkpoint_is_no_run(fox_run, tmp_path):
+    store = (tmp_path / "store").as_uri()
+    flatout.push(fox_run[0] / "runs" / "fox" / "checkpoints" / "step-3", store)
+    with pytest.raises(DataError, match="There is no whole directory"):
+        flatout.pull(store, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
 def test_an_interrupted_pull_continues_and_an_altered_file_is_named(tiny_set, tmp_path):
     sent = flatout.push(tiny_set, (tmp_path / "store").as_uri())
     there = tmp_path / "store" / sent.path.rpartition("/")[2]
