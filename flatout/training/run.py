@@ -341,7 +341,6 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
         if plan.longer is not None:
             layout.write_config(folder, plan.longer.config, requested=plan.longer.requested)
         if plan.origin is not None:  # first: a run that is killed in between must not start over
-            folder.mkdir(parents=True, exist_ok=True)
             layout.append_event(folder, "origin", **plan.origin.model_dump())
         if plan.requested is not None:
             layout.write_config(folder, plan.config, requested=plan.requested)

@@ -98,7 +98,7 @@ def truncate_metrics(
         file.seek(length)
         for line in file:
             step = finite_numbers(object_or_none(line) or {}).get("step", math.inf)
-            if step > last or not line.endswith(b"\n"):
+            if step > last:
                 break
             length += len(line)
         file.truncate(length)

@@ -118,7 +118,9 @@ def read_sections(folder: Path) -> JsonObject:
     """
     path = folder / CONFIG
     document = read_document(path)
-    if not all(isinstance(document.get(name), dict) for name in (REQUESTED, RESOLVED)):
+    one, other = document.get(REQUESTED), document.get(RESOLVED)
+    # a file that was cut lacks the last settings
+    if not (isinstance(one, dict) and isinstance(other, dict)) or one.keys() - other:
         raise ConfigError(
             f"{path} has no settings under `requested` and `resolved`: it is damaged, or an "
             "earlier version of flatout wrote it.",

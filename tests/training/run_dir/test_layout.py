@@ -144,3 +144,9 @@ def test_an_empty_requested_configuration_is_damaged(tmp_path):
     (tmp_path / layout.CONFIG).write_text("requested:\nresolved: {}\n")
     with pytest.raises(ConfigError, match=r"has no settings under `requested` and `resolved`"):
         layout.read_requested(tmp_path)
+    (tmp_path / layout.CONFIG).unlink()
+    layout.write_config(tmp_path, RunConfig())
+    text = (tmp_path / layout.CONFIG).read_text()
+    (tmp_path / layout.CONFIG).write_text(text[: text.rindex("speedups")])  # it was cut
+    with pytest.raises(ConfigError, match=r"has no settings under `requested` and `resolved`"):
+        layout.read_requested(tmp_path)
