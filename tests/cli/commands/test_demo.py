@@ -191,7 +191,7 @@ def test_timing_leaves_no_files(quick):
         (b"", "contains no documents", "with text in it"),
         (b"x", "1 character cannot be split", ""),
         (b"caf\xe9", "byte 0xe9 at offset 3", "`iconv -f CP1252"),
-        (bytes(range(256)), "byte 0x80 at offset 128", "`iconv -f CP1252"),
+        (bytes(range(256)), "byte 0x80 at offset 128", "`flatout import`"),
     ],
 )
 def test_unusable_files_are_rejected(quick, content, message, fix):
