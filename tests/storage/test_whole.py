@@ -114,6 +114,8 @@ def test_what_another_process_deletes_meanwhile_is_no_error(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "unlink", racing)
     assert sweep(tmp_path, "out") == ["out.part-aa"]
+    assert vanished
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["SHA-256", "CRC of blocks"])
