@@ -37,7 +37,7 @@ from measurement import facts, markdown
 from flatout.config.documents import read_document
 from flatout.hardware.machine import probe
 from flatout.measure.trial import end_all
-from flatout.storage.json_io import object_or_none, read_lines
+from flatout.storage.json_io import LineReader, object_or_none
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 SCRATCH = Path(tempfile.gettempdir()) / "flatout-gpu"
@@ -131,7 +131,7 @@ def main(words: Sequence[str] | None = None) -> None:
     results, rows = given.out / "results.jsonl", {}
     for path in filter(None, (given.earlier, results)):
         if path.exists():  # a last line that a killed command left torn is dropped
-            rows |= {row["step"]: row for row in read_lines(path)}
+            rows |= {row["step"]: row for row in LineReader(path).read()}
     write_rows(results, rows.values())  # so that this directory alone is enough to continue
     versions = {"torch": version("torch"), "commit": given.commit or facts()["commit"]}
     end_s, has_gpu = began_s + 60 * (given.minutes or math.inf), bool(probe().gpus)

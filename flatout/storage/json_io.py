@@ -126,14 +126,6 @@ def append_line(path: Path, document: Mapping[str, Json]) -> None:
         file.write(line)
 
 
-def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[JsonObject]:
-    """Yield the JSON objects in the lines of `path`, or those that start in its last `tail_bytes`.
-
-    Raises: CheckpointError when it cannot be read.
-    """
-    return LineReader(path, tail_bytes=tail_bytes).read()
-
-
 def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of a JSON object that are finite numbers."""
     return {name: value for name, value in line.items() if is_finite(value)}

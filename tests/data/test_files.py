@@ -114,7 +114,7 @@ def test_reading_the_tail_of_a_file_skips_the_line_it_cuts(tmp_path):
     path = tmp_path / "lines"
     for number in range(100):
         json_io.append_line(path, {"n": number})
-    tail = [line["n"] for line in json_io.read_lines(path, tail_bytes=50)]
+    tail = [line["n"] for line in json_io.LineReader(path, tail_bytes=50).read()]
     assert tail == list(range(tail[0], 100))
     assert 0 < len(tail) < 10
 
@@ -124,8 +124,8 @@ def test_a_line_after_an_unfinished_one_is_separate(tmp_path):
     path.write_text('{"n": 1}\n{"n":')
     json_io.append_line(path, {"n": 2})
     json_io.append_line(path, {"n": 3})
-    assert [line["n"] for line in json_io.read_lines(path)] == [1, 2, 3]
-    assert list(json_io.read_lines(tmp_path / "none")) == []
+    assert [line["n"] for line in json_io.LineReader(path).read()] == [1, 2, 3]
+    assert list(json_io.LineReader(tmp_path / "none").read()) == []
 
 
 @pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0])

@@ -32,7 +32,7 @@ import psutil
 from children import Child, Children, wait_until
 from victim import ONCE, SPEEDUPS, Victim, logged, saved_step, saving
 
-from flatout.storage.json_io import read_lines
+from flatout.storage.json_io import LineReader
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import EVENTS
 
@@ -155,7 +155,9 @@ class Killed:
 
     def starts(self) -> int:
         """Return how many processes have begun to train."""
-        return sum(line.get("event") == "predicted" for line in read_lines(self.run / EVENTS))
+        return sum(
+            line.get("event") == "predicted" for line in LineReader(self.run / EVENTS).read()
+        )
 
     def kill(self, moment: str) -> bool:
         """Start the run, kill it at a moment, and return whether it ran until then."""

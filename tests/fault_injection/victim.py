@@ -14,7 +14,7 @@ import yaml
 from children import Child, Children, Ended, wait_until
 
 from flatout.errors import FlatoutError
-from flatout.storage.json_io import read_lines
+from flatout.storage.json_io import LineReader
 from flatout.training.checkpoint import catalog
 
 SPEEDUPS = {
@@ -182,7 +182,7 @@ def logged(run: Path) -> tuple[Counter, dict]:
     """
     counts: Counter = Counter()
     losses: dict = {}
-    lines = [*read_lines(run / "metrics.jsonl"), *read_lines(run / "events.jsonl")]
+    lines = [*LineReader(run / "metrics.jsonl").read(), *LineReader(run / "events.jsonl").read()]
     for line in lines:
         for kind in ("train/loss", "val/loss", line.get("event")):
             if kind in line or kind in ONCE:

@@ -27,7 +27,7 @@ from flatout.measure.race import Figure, Row
 from flatout.measure.resolving import resolve_here
 from flatout.measure.results import Bench
 from flatout.measure.trial import Result
-from flatout.storage.json_io import read_lines
+from flatout.storage.json_io import LineReader
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def bench(tiny_config, tmp_path, monkeypatch):
 
 
 def trials_in(folder):
-    return list(read_lines(folder / "bench" / "trials.jsonl"))
+    return list(LineReader(folder / "bench" / "trials.jsonl").read())
 
 
 def test_every_other_round_runs_backwards_and_a_round_shares_a_seed(bench):

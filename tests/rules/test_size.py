@@ -23,7 +23,7 @@ ROOMS = {
     "config": 10_390,
     "ops": 13_940,
     "inference": 8_350,
-    "storage": 11_500,
+    "storage": 11_460,
     "distributed": 6_750,
     "optim": 5_710,
     "speedups": 5_890,

@@ -93,7 +93,7 @@ def test_a_pipe_instead_of_a_file_is_rejected_without_blocking(tmp_path):
 READERS = {
     "documents.read_document": read_document,
     "json_io.read_json": json_io.read_json,
-    "json_io.read_lines": lambda path: list(json_io.read_lines(path)),
+    "json_io.LineReader": lambda path: list(json_io.LineReader(path).read()),
     "manifest.read_manifest": lambda path: read_manifest(path.parent),
 }
 

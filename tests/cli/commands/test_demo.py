@@ -12,7 +12,7 @@ from flatout.cli.commands.demo import demo, fitted
 from flatout.config.schema import load_config
 from flatout.errors import DataError, Stopped
 from flatout.progress import SILENT
-from flatout.storage.json_io import read_lines
+from flatout.storage.json_io import LineReader
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run_dir.layout import read_config
 from flatout.training.run_dir.runlog import RunLog
@@ -49,7 +49,7 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     shown = ("3 steps", "tokens/s steady", "MFU", "Loss")
     for part in (*shown, f"flatout report '{result.run}'"):
         assert part in summary
-    start = next(iter(read_lines(Path(result.run) / "events.jsonl")))
+    start = next(iter(LineReader(Path(result.run) / "events.jsonl").read()))
     assert (start["event"], start["device_reason"] != "requested") == ("start", True)
     progress = recorded()
     again = demo(quick / "my book.txt", minutes=0.001, progress=progress)
@@ -179,9 +179,9 @@ def test_timing_leaves_no_files(quick):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     result = demo(quick / "a.txt", minutes=0.001)
     assert [path.name for path in (quick / "runs").iterdir()] == [Path(result.run).name]
-    assert [event["event"] for event in read_lines(Path(result.run) / "events.jsonl")][:1] == [
-        "start"
-    ]
+    assert [event["event"] for event in LineReader(Path(result.run) / "events.jsonl").read()][
+        :1
+    ] == ["start"]
 
 
 @pytest.mark.parametrize(

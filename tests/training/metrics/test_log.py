@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.hardware.roofline import Peak
-from flatout.storage.json_io import read_lines
+from flatout.storage.json_io import LineReader
 from flatout.training import finish
 from flatout.training.metrics import alarms, device
 from flatout.training.metrics import log as log_module
@@ -166,7 +166,7 @@ def test_an_alarm_is_an_event_and_is_counted(tiny_config, tmp_path, monkeypatch)
     summary = run_training(config, tmp_path / "run", observers=[watch])
     found = [event for event in watch.events if event["event"] == "alarm"]
     (first,) = [event for event in found if event["kind"] == "loss"]
-    assert first in list(read_lines(tmp_path / "run" / "events.jsonl"))
+    assert first in list(LineReader(tmp_path / "run" / "events.jsonl").read())
     assert 4 <= first["step"] <= 8
     assert summary["alarms"] == len(found)
 

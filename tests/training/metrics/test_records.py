@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from flatout.cli.commands.train import train
-from flatout.storage.json_io import read_lines
+from flatout.storage.json_io import LineReader
 from flatout.training import finish
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.runlog import RunLog
@@ -27,7 +27,7 @@ def config(tiny_config):
 def kinds_of_records(run):
     return Counter(
         (record["step"], "val" if "val/loss" in record else "train")
-        for record in read_lines(run / "metrics.jsonl")
+        for record in LineReader(run / "metrics.jsonl").read()
     )
 
 
