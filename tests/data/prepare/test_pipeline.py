@@ -172,7 +172,7 @@ def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors
-    assert errors.count("Traceback") == 1, "workers print nothing"
+    assert errors.splitlines().count("KeyboardInterrupt") == 1, "workers print nothing"
     assert [path.name for path in (tmp_path / "out_parent").iterdir()] == [".out.part"], (
         "finished ranges stay"
     )
