@@ -134,8 +134,8 @@ def compare_commands(
     if against is not None and git(here, "status", "--porcelain", "--untracked-files=no"):
         notes.append("The directory has uncommitted changes. b runs with them, a without.")
     with ExitStack() as stack:
-        copies = {two: stack.enter_context(Scratch(source, two.command))}
-        copies[one] = stack.enter_context(Scratch(source, one.command)) if against else copies[two]
+        copies = {two: stack.enter_context(Scratch(source))}
+        copies[one] = stack.enter_context(Scratch(source)) if against else copies[two]
 
         def start(side: Side, seed: int, limit_s: float) -> Result:
             copy = copies[side]

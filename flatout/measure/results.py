@@ -233,8 +233,6 @@ class ScriptTuning(Measurement):
     """Why no patch is given, although there are winners."""
     written: list[str]
     """Files that the script wrote in its directory. The trials wrote them in a copy."""
-    written_outside: list[str]
-    """Files elsewhere that it opened for writing, which are not protected."""
 
     def display(self) -> Display:
         """Return what `diagnose` finds, the table, the patch, and how to use both."""

@@ -121,8 +121,6 @@ class Result(Stored):
     """Of a recipe: the part spent on the device's work."""
     environment: dict[str, Any] = Field({})
     """Of a recipe: device, processor, threads, torch."""
-    writes: list[str] = Field([])
-    """Files outside of the working directory that were opened for writing."""
     process_s: float = 0.0
     """Seconds of the whole process, including its start and imports."""
 
@@ -353,10 +351,9 @@ def try_command(
     In a `copy` of its directory, the words of the command and of the reason are those of the
     original.
     """
-    guarded = copy.guarded if copy else ()
     ran = run_command(
         [copy.inside(word) for word in command] if copy else command,
-        Request(changes=tuple(changes), timing=timing, guarded=guarded),
+        Request(changes=tuple(changes), timing=timing, copy_of_user=copy and str(copy.path)),
         folder=folder,
         is_captured=True,
         limit_s=limit_s,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -116,6 +117,43 @@ def replace(
     """Replace a function of a class or a module for the life of this process."""
     plain = getattr(owner, name)
     setattr(owner, name, functools.wraps(plain)(wrap(plain)))
+
+
+def keep_linked(copy: str) -> None:
+    """Keep a file of the user to which a link in a copy leads: what is written is a new file.
+
+    Raises: PermissionError, in the script, when the file would be changed instead.
+    """
+
+    def before_writing(name: Any, flags: int = os.O_TRUNC) -> None:
+        if not isinstance(name, str | os.PathLike):
+            return
+        path = os.path.abspath(name)
+        if not (os.path.islink(path) and path.startswith(copy)):
+            return
+        if not flags & os.O_TRUNC:
+            raise PermissionError(f"trials must not change {path}, which links to the original")
+        os.unlink(path)
+
+    def on_event(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+            before_writing(args[0], args[2])
+
+    def saving(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def save(content: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            before_writing(path)  # it is written outside of Python
+            return plain(content, path, *args, **kwargs)
+
+        return save
+
+    def on_step(*_: object) -> None:
+        safetensors = sys.modules.get("safetensors.torch")
+        if safetensors is not None and not hasattr(safetensors.serialize_file, "__wrapped__"):
+            replace(safetensors, "serialize_file", saving)
+
+    sys.addaudithook(on_event)
+    replace(torch, "save", saving)
+    register_optimizer_step_post_hook(on_step)
 
 
 def ignoring(plain: Callable[..., Any]) -> Callable[..., Any]:

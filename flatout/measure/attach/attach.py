@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from flatout.measure.attach.apply import Models, apply, replace
+from flatout.measure.attach.apply import Models, apply, keep_linked, replace
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.hooks import observing
@@ -27,7 +27,7 @@ from flatout.measure.attach.lines import failure_of, read_stacks, site_at, user_
 from flatout.measure.attach.request import SEEN, Answer, Request
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
-from flatout.measure.attach.timing import Guard, Steps, StepTimer, end_script, facts_of
+from flatout.measure.attach.timing import Steps, StepTimer, end_script, facts_of
 from flatout.measure.evidence import Failure
 from flatout.storage.files import write_text
 
@@ -41,8 +41,8 @@ SAY_EVERY_S = 0.5
 class Attachment:
     """Follows the script of this process, and writes the answer."""
 
-    def __init__(self, request: Request, guard: Guard | None) -> None:
-        self._request, self._guard, self._process = request, guard, os.getpid()
+    def __init__(self, request: Request) -> None:
+        self._request, self._process = request, os.getpid()
         self._sites = Sites()
         self._sites.install()
         self._loop = Follower(
@@ -86,10 +86,8 @@ class Attachment:
         elif error is None:
             return
         loop.end()
-        writes = list(self._guard.others) if self._guard else []
         failure = None if error is None else failure_of(error, loop.steps)
-        found |= {"is_complete": is_complete, "writes": writes}
-        answer = Answer(steps=loop.steps, failure=failure, **found)
+        answer = Answer(steps=loop.steps, failure=failure, is_complete=is_complete, **found)
         with suppress(OSError):  # the command has ended, and has removed its directory
             write_text(Path(self._request.answer), answer.model_dump_json())
 
@@ -129,16 +127,17 @@ def attach(path: str) -> None:
         Path(request.answer + SEEN).write_text("torch", encoding="utf-8")
     if request.parent is not None:
         threading.Thread(target=_end_with, args=(request.parent,), daemon=True).start()
-    guard = Guard(request) if request.guarded else None
+    if request.copy_of_user is not None:
+        keep_linked(request.copy_of_user)
     if request.interrupt_after is not None:
         _interrupt_after(request.interrupt_after)
         return
     if request.timing is None and request.measures:
-        Attachment(request, guard)
+        Attachment(request)
         return
     failed = apply(request.changes, Models())
     if request.timing is not None:
-        StepTimer(request, failed, guard)
+        StepTimer(request, failed)
     else:
         atexit.register(_tell, Path(request.answer), failed)
 

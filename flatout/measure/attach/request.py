@@ -89,8 +89,8 @@ class Request(Stored):
     is_trial: bool = False
     """Whether it is flatout's own run in a scratch directory, whose data may be replaced at the end
     of the measurement, and which may save what is of no use."""
-    guarded: tuple[str, ...] = ()
-    """What belongs to the user, into which links of the copy lead. It is not changed."""
+    copy_of_user: str | None = None
+    """The copy of the user's directory in which it runs. None: it runs in the directory itself."""
 
 
 class Site(Stored):
@@ -184,5 +184,3 @@ class Answer(Stored):
     """Changes that could not be applied, and why."""
     sites: tuple[Site, ...] = ()
     """Calls that a patch may edit."""
-    writes: list[str] = Field([])
-    """Files outside of the working directory that were opened for writing."""

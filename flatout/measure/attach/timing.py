@@ -8,7 +8,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,8 +34,6 @@ from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
 
-CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.mkdir", "shutil.rmtree")
-"""Events of Python before the file system changes."""
 OTHERS_STEPS = 25
 """Steps of other optimizers after which the main one is taken to have ended its work."""
 FEW_STEPS = 3
@@ -48,71 +45,6 @@ WINDOW_STEPS, WINDOW_S = 8, 1.0
 """Minimum steps and seconds of a warm-up window."""
 TOLERANCE = 0.02
 """Two windows agree if their median steps differ by no more than this share."""
-
-
-class Guard:
-    """Keeps a script in a copy of the user's directory from changing the directory itself."""
-
-    def __init__(self, request: Request) -> None:
-        self.others: dict[str, None] = {}
-        """Files elsewhere that were opened for writing."""
-        self._guarded = request.guarded
-        temporary = os.path.realpath(tempfile.gettempdir())
-        self._quiet = ("/dev/", "/proc/", f"{Path.home()}/.cache/", os.getcwd(), temporary)
-        sys.addaudithook(self._on_event)
-        replace(torch, "save", self._saving)
-        register_optimizer_step_post_hook(self._on_optimizer_step)
-
-    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note files that are opened for writing, and keep those of the user.
-
-        Raises: PermissionError.
-        """
-        for name in args if event in CHANGING else ():
-            if isinstance(name, str | os.PathLike):
-                folder, own = os.path.split(os.fspath(name))  # a link itself may go
-                self._refuse(os.path.join(os.path.realpath(folder or "."), own))
-        if event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-            self._before_writing(args[0], is_new=bool(args[2] & os.O_TRUNC))
-
-    def _is_guarded(self, path: str) -> bool:
-        return any(path == one or path.startswith(one + os.sep) for one in self._guarded)
-
-    def _refuse(self, path: str) -> None:
-        if self._is_guarded(path):
-            raise PermissionError(
-                f"trials must not change {path}, which is not copied. "
-                "Give the script a different path"
-            )
-
-    def _before_writing(self, name: Any, *, is_new: bool = True) -> None:
-        """Replace a link to a file of the user by the new file that is written.
-
-        Raises: PermissionError when the file is changed instead.
-        """
-        if not isinstance(name, str | os.PathLike):
-            return
-        path = os.path.realpath(name)
-        if is_new and os.path.islink(name) and self._is_guarded(path):
-            os.unlink(name)
-            return
-        self._refuse(path)
-        if not path.startswith(self._quiet) and "/torchinductor_" not in path:
-            self.others[path] = None
-
-    def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that writes to its second argument, outside of Python's own files."""
-
-        def save(content: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-            self._before_writing(path)
-            return plain(content, path, *args, **kwargs)
-
-        return save
-
-    def _on_optimizer_step(self, *_: object) -> None:
-        safetensors = sys.modules.get("safetensors.torch")
-        if safetensors is not None and not hasattr(safetensors.serialize_file, "__wrapped__"):
-            replace(safetensors, "serialize_file", self._saving)
 
 
 class Steps:
@@ -147,7 +79,7 @@ class StepTimer:
     they would be without it.
     """
 
-    def __init__(self, request: Request, failed: dict[str, str], guard: Guard | None) -> None:
+    def __init__(self, request: Request, failed: dict[str, str]) -> None:
         assert request.timing is not None
         self._request, self._timing, self._failed = request, request.timing, failed
         self._marks: list[Any] = []
@@ -159,7 +91,7 @@ class StepTimer:
         self._compiled: list[int] = []
         self._compile_s = 0.0
         self._losses: list[list[Tensor]] = [[]]
-        self._guard, self._process = guard, os.getpid()
+        self._process = os.getpid()
         self._watch = CompilationWatch()
         self._seed()
         self._steps = Steps(self._end_step)
@@ -257,7 +189,6 @@ class StepTimer:
             failure=None if error is None else failure_of(error, len(self._marks)),
             peak_gib=peak / GIB,
             failed=self._failed,
-            writes=list(self._guard.others) if self._guard else [],
         )
         write_text(Path(self._request.answer), found.model_dump_json())
         self._marks = []

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -14,7 +13,7 @@ from typing import Self
 from flatout.errors import ConfigError
 
 LARGE_BYTES = 256 << 20
-"""A larger file is a link to the original, which trials do not open for writing."""
+"""A larger file is a link to the original, which trials replace instead of writing to it."""
 MOST_BYTES, MOST_FILES = 4 << 30, 50_000
 LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
 """Directories that are links: trials only read them, if at all."""
@@ -29,17 +28,13 @@ class Scratch:
     manager: at the end the copy is deleted.
     """
 
-    def __init__(self, source: Path, command: Sequence[str] = ()) -> None:
+    def __init__(self, source: Path) -> None:
         self.source = source.resolve()
-        scripts = [Path(word).resolve() for word in command if word.endswith(".py")]
-        self._scripts = {path.parent for path in scripts if not path.is_relative_to(self.source)}
-        self._linked: set[Path] = set()
-        """Where links of the copy lead."""
         self._folders: list[Path] = []
         """The directories of the copy, relative to it."""
         self.written: dict[str, None] = {}
         """Files that trials created or changed, relative to the directory."""
-        self._root = Path(tempfile.mkdtemp(prefix="flatout-scratch-"))
+        self._root = Path(tempfile.mkdtemp(prefix="flatout-scratch-")).resolve()
         self.path = self._root / self.source.relative_to("/")
         """The copy."""
 
@@ -91,7 +86,6 @@ class Scratch:
         size = original.lstat().st_size
         if size > LARGE_BYTES or original.is_symlink() or original.is_dir():
             own.symlink_to(original.resolve())
-            self._linked.add(original.resolve())
         elif original.is_file():  # no socket or pipe
             shutil.copy2(original, own)
             return size
@@ -125,12 +119,6 @@ class Scratch:
         for at in self._folders:
             (self.path / at).mkdir(parents=True, exist_ok=True)
         self._state = self._look() if changed else self._state
-
-    @property
-    def guarded(self) -> tuple[str, ...]:
-        """The directory, the script's if that is elsewhere, and where links in them lead: what
-        trials must leave alone."""
-        return str(self.source), *map(str, self._scripts | self._linked)
 
     def inside(self, word: str) -> str:
         """Return an argument with the path of the directory, or of a file in it, in the copy.

@@ -72,7 +72,7 @@ def tune_script(
     is_asked, out = out is not None, Path(out or f"tuned-{name_of(command)}")
     require_own(out, is_own=(out / FILE).is_file())
     claim(Path(patch or out).parent)
-    with Scratch(Path.cwd(), command) as scratch:
+    with Scratch(Path.cwd()) as scratch:
         say_if_busy(progress)
         with progress.task("Measuring the unchanged script"):
             look, evidence = looked_at(command, scratch, total_s)
@@ -100,7 +100,6 @@ def tune_script(
         scratch.reset()
         ours = trials.edits.files if trials.edits else {}
         written = [name for name in scratch.written if name not in ours]
-    outside = [*look.writes, *(name for one in race.done for name in one.result.writes)]
     result = ScriptTuning(
         command=list(command),
         verdict=diagnosis.verdict,
@@ -111,7 +110,6 @@ def tune_script(
         taken=[one.move.name for one in search.taken],
         loss_noise=race.loss_noise(UNCHANGED),
         written=written,
-        written_outside=[*dict.fromkeys(outside)],
         path=str(out) if search.taken or is_asked or out.exists() else "",
         **facts_of(race) | found,
     )
@@ -229,8 +227,6 @@ def notes(found: ScriptTuning) -> list[str]:
     if found.written:
         names = shortened(found.written)
         lines.append(f"The script wrote {names} in the copy of this directory alone.")
-    if found.written_outside:
-        lines.append(f"The script also wrote {', '.join(found.written_outside)}.")
     where = f"; {found.path}/" * bool(found.path)
     return [*lines, f"{found.trials}{where}"]
 
@@ -242,7 +238,7 @@ def looked_at(command: Sequence[str], scratch: Scratch, limit_s: float) -> tuple
     """
     ran = run_command(
         [scratch.inside(word) for word in command],
-        Request(seconds=LOOK_S, guarded=scratch.guarded),
+        Request(seconds=LOOK_S, copy_of_user=str(scratch.path)),
         folder=scratch.path,
         is_captured=True,
         limit_s=limit_s,
