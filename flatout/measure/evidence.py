@@ -253,10 +253,6 @@ class Evidence(Stored):
     """Estimate for the run, from flatout/assembly/memory.py."""
     rows_that_fit: Count = None
     """Most rows per micro-batch that fit by the estimate. 0 when not even one does."""
-    best_rows: Count = None
-    """Rows, fewer than this run's, with which an earlier run of this shape was fastest here."""
-    best_rate: float = 1.0
-    """Its tokens per second."""
     growth_bytes: Number = None
     """Memory that each step adds, where it grows steadily. 0 means it does not."""
     kept_graphs: Number = None

@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
-from flatout.assembly.run import Run, build
 from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
-from flatout.distributed.mesh import make_mesh
 from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware.machine import Machine, pick_device, probe
@@ -50,17 +48,6 @@ class Resolved:
         """Return the configuration with its speedups written out, for a run of another length."""
         on = [name for name in self.speedups if "micro_batch" not in speedup_named(name).fills]
         return self.config.with_values({"speedups": on or "none", "train.precision": "auto"})
-
-    def build(self, config: RunConfig, folder: Path) -> Run:
-        """Return the run of this recipe with the settings of `config`."""
-        return build(
-            config,
-            machine=self.machine,
-            mesh=make_mesh(config.parallel, config.train.device),
-            dataset=self.dataset,
-            folder=folder,
-            decisions=self.decisions,
-        )
 
 
 Chosen = tuple[RunConfig, list[Decision], dict[str, list[str] | str]]

@@ -32,7 +32,9 @@ from flatout.config.registry import is_user_code
 from flatout.config.schema import RunConfig
 from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
+from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import SEEN, Answer, Request, Timing
+from flatout.measure.evidence import Failure, FailureKind
 from flatout.measure.scripts.changes import CHANGES
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
@@ -85,6 +87,32 @@ class Ran(NamedTuple):
     """Whether it was not ended for taking too long."""
     process_s: float = 0.0
     """Seconds of the whole process."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """How it failed: an error in it or of flatout, a time limit, or its exit code."""
+        if self.answer.failure is not None:
+            return self.answer.failure
+        if error := error_in(self.output):
+            return failure_of(error, self.answer.steps)
+        kind: FailureKind = "error"
+        message = last_words(self.output) or f"The process ended with exit code {self.code}"
+        if not self.has_ended:
+            kind, message = "hang", f"The process took longer than {self.process_s:.0f} s"
+        elif not self.code:
+            return None
+        elif self.code < 0:
+            message = f"The process was killed by {signal.Signals(-self.code).name}"
+            if self.code == -signal.SIGKILL:
+                kind, message = "killed", f"{message}: the usual cause is too little memory"
+        return Failure(kind=kind, message=message)
+
+    def error(self, what: str) -> FlatoutError:
+        """Return the error to raise where a run of flatout's own failed in doing something."""
+        why = self.failure.message if self.failure else "it ended too early"
+        return error_in(self.output) or RunFailed(
+            f"{what} failed: {why}.", fix="Try the same recipe with `flatout train`."
+        )
 
 
 class Result(Stored):
@@ -308,33 +336,23 @@ def last_words(output: str) -> str:
     return last[:300]
 
 
-def killed_by(code: int) -> str:
-    """Return what a negative exit code means."""
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + ": the usual cause is too little memory" * (name == "SIGKILL")
-
-
-def result_of(ran: Ran, limit_s: float) -> Result:
+def result_of(ran: Ran) -> Result:
     """Return what a trial measured, or why it failed."""
-    answer, status, reason = ran.answer, "failed", None
+    answer, failure, status, reason = ran.answer, ran.failure, "failed", None
+    has_steps = len(answer.step_s) > answer.warmup_steps
     if answer.failed:
         reason = next(iter(answer.failed.values()))
-    elif not answer.is_complete and (ran.code or answer.failure):
-        error = error_in(ran.output)
-        reason = error.what if error else last_words(ran.output) or f"exit code {ran.code}"
-        if ran.code and ran.code < 0:
-            reason = f"the process {killed_by(ran.code)}"
-        if isinstance(error, errors.OutOfMemory) or re.search(NO_MEMORY, reason, re.IGNORECASE):
+    elif failure and not (has_steps if failure.kind == "hang" else answer.is_complete):
+        reason = failure.message
+        if failure.kind == "out-of-memory" or re.search(NO_MEMORY, reason, re.IGNORECASE):
             status = "out-of-memory"
-    elif len(answer.step_s) <= answer.warmup_steps and not ran.has_ended:
-        status, reason = "timed-out", f"it took longer than {limit_s:.0f} s"
-    elif len(answer.step_s) <= answer.warmup_steps:
+        status = "timed-out" if failure.kind == "hang" else status
+    elif not has_steps:
         reason = answer.problem or "it took too few steps"
         if not answer.steps and answer.problem is None:
             reason = "no optimizer of torch took two steps in it"
     kept = {name: getattr(answer, name) for name in Result.model_fields if hasattr(answer, name)}
-    status = status if reason else "ok"
-    return Result(**kept, status=status, reason=reason, process_s=ran.process_s)
+    return Result(**kept, status=status if reason else "ok", reason=reason, process_s=ran.process_s)
 
 
 def try_command(
@@ -359,7 +377,7 @@ def try_command(
         limit_s=limit_s,
         grace_s=0.0,
     )
-    found = result_of(ran, limit_s)
+    found = result_of(ran)
     if copy and found.reason:
         found = found.model_copy(update={"reason": copy.original(found.reason)})
     return found
@@ -400,7 +418,7 @@ def try_recipe(
     length = {"train.steps": steps} if config.train.steps else {}
     quiet = config.with_values(QUIET | OF_A_TRIAL | length | dict(stated))
     ran = run_recipe(quiet, run_dir, Request(timing=timing), limit_s)
-    found = result_of(ran, limit_s)
+    found = result_of(ran)
     chosen = layout.read_config(run_dir) if found.is_ok else None
     if chosen is not None:
         found = found.model_copy(update=_recorded(run_dir, chosen, config, found))

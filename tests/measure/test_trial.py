@@ -88,8 +88,8 @@ ERROR = '{"error": "There is no GPU.", "fix": "Use a CPU.", "kind": "OutOfMemory
 @pytest.mark.parametrize(
     ("code", "output", "status", "reason"),
     [
-        (-11, "", "failed", "the process was killed by SIGSEGV"),
-        (1, "", "failed", "exit code 1"),
+        (-11, "", "failed", "The process was killed by SIGSEGV"),
+        (1, "", "failed", "The process ended with exit code 1"),
         (1, "Traceback:\nValueError: boom", "failed", "ValueError: boom"),
         (1, CPU_MEMORY, "out-of-memory", CPU_MEMORY),
         (1, "torch.OutOfMemoryError: CUDA out of memory.", "out-of-memory", None),
@@ -97,7 +97,7 @@ ERROR = '{"error": "There is no GPU.", "fix": "Use a CPU.", "kind": "OutOfMemory
     ],
 )
 def test_the_reason_of_a_failure_is_what_the_process_said_last(code, output, status, reason):
-    found = result_of(Ran(Answer(), code, output, True), 60.0)
+    found = result_of(Ran(Answer(), code, output, True))
     assert (found.status, found.reason) == (status, reason or output)
 
 

@@ -122,7 +122,7 @@ def diagnose(
         raise unknown_name("recipe or run", name, choices)
     config = load_config(folder / layout.CONFIG if folder else recipe, words)
     preflight.check_names(config)
-    from flatout.measure.diagnose.diagnose import diagnose_recipe  # imports torch
+    from flatout.measure.diagnose.recipe import diagnose_recipe  # imports torch
 
     found = diagnosis_of(
         diagnose_recipe(config, seconds=seconds, cache=default_cache(), progress=progress)

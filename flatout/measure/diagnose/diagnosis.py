@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from flatout.assembly.selection import adding, parse_request, removing
 from flatout.config.schema import RunConfig
 from flatout.display import Column, Display, Show, Table, displayed, duration, milliseconds
-from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Finding, rules
 from flatout.progress import counted
@@ -193,8 +193,16 @@ def next_for_recipe(
     if not settings and any(one.harm == "fails" for one in serious):
         return None
     words = [word for word in overrides if word.partition("=")[0] not in settings]
-    changed = applied(asked, settings)
-    for key in settings:
-        value = changed.value(key)
-        words.append(f"{key}={'null' if value is None else value}")
+    if edit := settings.get("speedups"):
+        settings["speedups"] = edited(asked.speedups, edit)
+    words += [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     return f"`{shlex.join(['flatout', 'train' if settings else 'tune', str(recipe), *words])}`"
+
+
+def edited(speedups: str | Sequence[str], edit: str) -> str:
+    """Return a request for speedups with the edit of a fix: `+name` or `-name`."""
+    name = edit[1:]
+    if edit[0] == "+":
+        return adding(() if speedups == "none" else speedups, [name])
+    without = removing(name, speedups)
+    return f"{without},{edit}" if parse_request(without).auto else without

@@ -32,8 +32,6 @@ from flatout.measure.resolving import resolve_apart
 from flatout.measure.trial import (
     QUIET,
     Ran,
-    error_in,
-    last_words,
     require_one_process,
     run_command,
     run_recipe,
@@ -83,9 +81,7 @@ def run_profile(
         with progress.task(f"Profiling {steps} steps"):
             ran = run_recipe(config, scratch / "run", request, math.inf)
         if ran.answer.recorded is None:
-            raise error_in(ran.output) or RunFailed(
-                f"The run failed: {last_words(ran.output)}", fix="Repair that first."
-            )
+            raise ran.error("Profiling")
         device = ran.answer.recorded.device
         return written(
             ran,
@@ -121,7 +117,7 @@ def profile_script(
                     f"`{name}` took {counted(took + 1, 'step')}, which are too few.",
                     fix="Let it train for longer, or use a smaller --skip or --steps.",
                 )
-            evidence_in(name, ran.answer, ran.code)  # raises, as nothing was measured
+            evidence_in(name, ran)  # raises, as nothing was measured
         return written(ran, request, out, recipe=name)
 
 

@@ -256,15 +256,6 @@ ROWS = [
         site="rows",
     ),
     row(
-        "fewer-rows",
-        "Fewer rows were faster here, as when the memory of the GPU spills to the host.",
-        lambda e: e.tokens_per_s and (lost := 1 - e.tokens_per_s / e.best_rate) > 0.13 and lost,
-        "Micro-batches of {e.best_rows} rows reached {e.best_rate:,.0f} tokens/s here, and this "
-        "run {e.tokens_per_s:,.0f}: its larger ones probably exceed the device's memory.",
-        *LESS_MEMORY,
-        unless="out-of-memory",
-    ),
-    row(
         "fragmentation",
         "The allocator reserves much more GPU memory than the tensors need.",
         lambda e: (
@@ -298,7 +289,7 @@ ROWS = [
         "driver that moves memory to the host (Windows, WSL) makes it many times slower.",
         *LESS_MEMORY,
         shows="reserved_gib peak_gib total_gib",
-        unless="out-of-memory too-little-memory fragmentation fewer-rows",
+        unless="out-of-memory too-little-memory fragmentation",
     ),
     row(
         "garbage-collection",

@@ -244,13 +244,13 @@ def looked_at(command: Sequence[str], scratch: Scratch, limit_s: float) -> tuple
         limit_s=limit_s,
     )
     look = Answer.model_validate_json(scratch.original(ran.answer.model_dump_json()))
-    name = " ".join(command)
-    if look.evidence is None or look.evidence.failure is not None or (ran.code or 0) > 0:
+    ran, name = ran._replace(answer=look), " ".join(command)
+    if look.evidence is None or ran.failure is not None:
         print(scratch.original(ran.output), file=sys.stderr)
     if "EOFError" in ran.output.rpartition("\n")[2]:
         fix = "Give its answers as arguments: trials have no standard input."
         raise RunFailed(f"`{name}` reads from standard input.", fix=fix)
-    evidence = evidence_in(name, look, ran.code)
+    evidence = evidence_in(name, ran)
     if evidence.failure is not None or look.facts is None or not evidence.step_s:
         why = evidence.failure.message if evidence.failure else "it cannot be measured"
         raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")

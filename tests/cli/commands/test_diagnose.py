@@ -12,10 +12,10 @@ import pytest
 
 from flatout.cli import main as cli
 from flatout.cli.commands import diagnose as command
-from flatout.measure.diagnose import diagnose as recipes
 from flatout.measure.diagnose import diagnosis
-from flatout.measure.diagnose.diagnose import diagnose_recipe
+from flatout.measure.diagnose import recipe as recipes
 from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.diagnose.recipe import diagnose_recipe
 from flatout.measure.evidence import Evidence, Failure
 
 

@@ -120,6 +120,20 @@ def test_the_next_command_trains_with_the_fix_or_measures(tiny_config, overrides
     assert next_for_recipe(found, config, "R", overrides).endswith(command)
 
 
+@pytest.mark.parametrize(
+    ("speedups", "edit", "expected"),
+    [
+        ("auto", "-compile", "auto,-compile"),
+        ("auto,-compile", "+compile", "auto,+compile"),
+        (["prefetch", "compile"], "-compile", "prefetch"),
+        (["prefetch", "compile"], "+tf32", "prefetch,compile,tf32"),
+        ("none", "+tf32", "tf32"),
+    ],
+)
+def test_a_fix_edits_the_speedups(speedups, edit, expected):
+    assert diagnosis.edited(speedups, edit) == expected
+
+
 def test_what_a_busy_machine_cannot_explain_comes_before_it():
     busy = STEPS.model_copy(update=BUSY | {"other_busy_cores": 1.1, "evaluation_s": 0.08})
     names = [finding.name for finding in diagnosis_of(busy).findings]

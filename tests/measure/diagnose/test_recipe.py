@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
 
 from flatout.config.documents import dump_yaml
 from flatout.errors import ConfigError, OutOfMemory
+from flatout.hardware.machine import Machine
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import Answer, Request
-from flatout.measure.diagnose import diagnose
-from flatout.measure.diagnose.diagnose import diagnose_recipe, ending_of, prepared
+from flatout.measure.diagnose import recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.trial import Ran, run_command
+from flatout.measure.diagnose.recipe import diagnose_recipe, prepared, with_auto
+from flatout.measure.evidence import Evidence, Failure
+from flatout.measure.trial import Ran, Result, run_command
+from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
 
 pytestmark = pytest.mark.slow
@@ -72,13 +74,11 @@ evaluation.score = slowed(evaluation.score, 0.4)
 @pytest.fixture
 def measured(tiny_config, tmp_path, monkeypatch):
     """Return the findings by name, and the evidence, of a recipe with planted faults."""
-    monkeypatch.setattr(diagnose, "with_alternatives", lambda found, *_: found)
+    monkeypatch.setattr(recipe, "with_auto", lambda found, *_: found)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "planted.py").write_text(PLANTED)
 
     def measure(**changes):
-        (tmp_path / ".diagnose-killed").mkdir()
-        os.utime(tmp_path / ".diagnose-killed", (0, 0))
         values = {key.replace("__", "."): value for key, value in changes.items()}
         monkeypatch.chdir(tmp_path)
         config = tiny_config().with_values(SIZE | values)
@@ -157,13 +157,13 @@ def test_a_recipe_that_fails_shows_why_and_where(measured, name, kind, line, cha
     ("code", "has_ended", "output", "kind", "message"),
     [
         (-9, True, "Oh.", "killed", "the usual cause is too little memory"),
-        (-11, True, "Oh.", "error", "killed by SIGSEGV: Oh."),
-        (3, True, "Oh.", "error", "exit code 3: Oh."),
-        (None, False, "", "hang", "did not end within 90 s"),
+        (-11, True, "Oh.", "error", "killed by SIGSEGV"),
+        (3, True, "Oh.", "error", "Oh."),
+        (None, False, "", "hang", "took longer than 90 s"),
     ],
 )
 def test_the_end_of_the_process_is_evidence(code, has_ended, output, kind, message):
-    failure = ending_of(Ran(Answer(), code, output, has_ended), 90.0)
+    failure = Ran(Answer(), code, output, has_ended, 90.0).failure
     assert failure.kind == kind
     assert message in failure.message
 
@@ -204,3 +204,95 @@ def test_errors_of_flatout_keep_their_fix():
     told = (found.kind, found.message, found.fix, found.step)
     assert told == ("error", "It is wrong.", "Correct it.", 3)
     assert failure_of(OutOfMemory("No.", fix="Less."), 0).kind == "out-of-memory"
+
+
+MANY = "batch.rows_per_device=8 batch.accumulate=1"
+SMALL = {
+    "model__vocab_size": 257,
+    "batch__tokens_per_step": 128,
+    "batch__rows_per_device": "auto",
+}
+
+
+@pytest.fixture
+def tried(tiny_config, monkeypatch):
+    """Return the evidence after the race of a recipe, resolved, against what `auto` chooses.
+
+    Their names are those of the trials, whose rates are `rates`, in turn.
+    """
+
+    def measure(asked, *, rates=(1000,) * 4, **facts):
+        trials, left = [], [*rates]
+        requested = tiny_config(**SMALL | asked)
+        config = requested.with_values({"train.device": "cpu"})
+        machine = Machine("a CPU", 2, 24.0, (), "3.12")
+        monkeypatch.setattr(recipe, "probe", lambda: machine)
+        data = recipe.open_dataset(config)
+        config = recipe.resolve_on(machine, config, data).config
+
+        def run(setting, timing, limit_s, folder):
+            assert setting.batch.rows_per_device * setting.batch.accumulate == 8
+            words = [MANY] * (setting.batch != config.batch)
+            trials.append(" ".join([*words, *["speedups=auto"] * (setting.speedups == "auto")]))
+            rate = left.pop(0)
+            if rate is None:
+                return Result(status="failed", reason="It fails.")
+            return Result(step_s=[1.0 / rate])
+
+        monkeypatch.setattr(recipe, "try_recipe", run)
+        known = {"source": "measured run", "config": config, "device": "cpu", "step_s": 0.1}
+        evidence = Evidence(**known | {"machine": machine} | facts)
+        return with_auto(evidence, requested, 4.0, None, SILENT), trials
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "wanted"),
+    [
+        ({}, {}, ""),
+        ({"speedups": "auto,-compile"}, {}, ""),  # auto would not compile either
+        ({"batch__rows_per_device": 1}, {}, MANY),
+        ({"batch__rows_per_device": 4}, {}, MANY),
+        ({"speedups": "auto,+checkpointing"}, {}, "speedups=auto"),
+        ({"speedups": "none", "batch__rows_per_device": 2}, {}, f"{MANY} speedups=auto"),
+        ({"batch__rows_per_device": 1}, {"device": "cuda"}, ""),
+        ({"batch__rows_per_device": 1}, {"step_s": 3.0}, ""),
+        (
+            {"batch__rows_per_device": 1},
+            {"step_s": None, "failure": Failure(kind="error", message="Oh.")},
+            "",
+        ),
+    ],
+)
+def test_only_what_the_recipe_does_not_leave_to_auto_is_tried(tried, asked, facts, wanted):
+    found, trials = tried(asked, **facts)
+    assert trials == (["", wanted, wanted, ""] if wanted else [])
+    assert {*found.counterfactual_s} == {*filter(None, [wanted])}
+
+
+def test_the_smaller_gain_of_what_auto_would_choose_is_a_finding(tried):
+    asked = {"batch__rows_per_device": 2}
+    found, _ = tried(asked, rates=[900, 3000, 2000, 1000], checkpoint_s=0.02, evaluation_s=0.02)
+    assert found.counterfactual_s[MANY] == pytest.approx(0.03 + 0.04), "saves take as long"
+    (finding,) = (one for one in diagnosis_of(found).findings if one.name == "slow-settings")
+    assert finding.verdict == f"With {MANY}, a step takes 30% less."
+    (fix,) = finding.fixes
+    assert fix.overrides == {"batch.rows_per_device": 8, "batch.accumulate": 1}
+    for rates in ([1000, 1050, 1050, 1000], [1000, 1200, None, 1000]):
+        found, _ = tried(asked, rates=rates)
+        assert "slow-settings" not in {one.name for one in diagnosis_of(found).findings}
+
+
+def test_small_micro_batches_are_found_by_trials_of_a_real_recipe(
+    tiny_config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    small = {"batch.rows_per_device": 1, "batch.tokens_per_step": 16 * 16}
+    config = tiny_config().with_values(small)
+    evidence = diagnose_recipe(config, seconds=1.0)
+    (name,) = (one for one in evidence.counterfactual_s if "=" in one)
+    assert name == "batch.rows_per_device=16 batch.accumulate=1"
+    findings = {one.name: one for one in diagnosis_of(evidence).findings}
+    assert findings["slow-settings"].fixes[0].overrides["batch.rows_per_device"] == 16
+    assert list(tmp_path.iterdir()) == []

@@ -212,7 +212,7 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected,
     [
         ("print('no torch')", "did not import torch"),
         ("import torch; raise SystemExit(7)", "exit code 7"),
-        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         (script(steps=1), "no optimizer of torch took two steps"),
         (script(steps=4), "3 steps, which are too few"),
         (script(after="raise ValueError('mine')"), "could be measured: ValueError: mine"),
@@ -221,7 +221,7 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected,
 def test_a_script_without_enough_steps_is_told(text, said, write):
     with pytest.raises(RunFailed, match=said) as caught:
         diagnose_script(write(text), Request(seconds=60.0))
-    assert caught.value.exit_code == {"exit code 7": 7, "killed by signal 9": 137}.get(said, 1)
+    assert caught.value.exit_code == {"exit code 7": 7, "killed by SIGKILL": 137}.get(said, 1)
 
 
 def test_a_pipeline_needs_a_shell():
