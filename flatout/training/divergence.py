@@ -13,6 +13,7 @@ from flatout.storage.json_io import parsing, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.log import LESS_STEEP, Log
 from flatout.training.run_dir.layout import EVENTS
+from flatout.training.run_dir.runlog import DIVERGENCE
 from flatout.training.saving import wait_for_saves
 
 MOST_SEQUENCES = 64
@@ -37,7 +38,7 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     good = run.mesh.broadcast_object(last_good(run.folder) if run.mesh.is_main else None)
     if run.mesh.is_main:
         log.event(
-            "divergence",
+            DIVERGENCE,
             step=bad[-1].step,
             reason=bad[-1].reason,
             bad_steps=[one.to_dict() for one in bad],

@@ -8,7 +8,6 @@ from flatout.assembly.run import Run
 from flatout.distributed.rendezvous import expect_steps
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
-from flatout.training.metrics.log import require_finite
 from flatout.training.run_dir.start import out_of_patience
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
 from flatout.training.session import Session
@@ -108,7 +107,6 @@ def log_evaluation(session: Session) -> Evaluation | None:
     if evaluation is None:
         return None
     log.evaluation(evaluation)
-    require_finite("validation loss", evaluation.loss, run.step)
     if run.best_val_loss is None or evaluation.loss < run.best_val_loss:
         run.best_val_loss, run.best_step = evaluation.loss, run.step
         is_last = run.step == run.last_step

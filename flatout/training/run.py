@@ -371,6 +371,7 @@ def log_start(
     log.event(
         "resume" if plan.checkpoint else "start",
         from_checkpoint=run.resumed_from,
+        **({"rejected": [*plan.rejected]} if plan.rejected else {}),
         last_step=run.last_step,
         epochs=request.config.train.epochs,
         init_from=run.config.train.init_from,

@@ -63,6 +63,8 @@ class RunPlan:
     """The new length, to store once the run is known to be able to continue."""
     summary: JsonObject | None = None
     """The summary of a finished run."""
+    rejected: tuple[int, ...] = ()
+    """The steps of newer checkpoints that lead to a bad step."""
     rows_are_auto: bool = False
     """Whether flatout chose the rows of a micro-batch."""
 
@@ -275,7 +277,14 @@ def _plan_stored(request: RunRequest, start: Start, config: RunConfig) -> RunPla
     config = for_world_size(config, request.ranks.world_size)
     decisions = stored_decisions(config, request.machine, requested=requested)
     is_auto = (requested or config).batch.chooses_rows and request.config.batch.chooses_rows
-    return RunPlan(config, decisions, checkpoint, longer=start.longer, rows_are_auto=is_auto)
+    return RunPlan(
+        config,
+        decisions,
+        checkpoint,
+        longer=start.longer,
+        rejected=start.rejected,
+        rows_are_auto=is_auto,
+    )
 
 
 def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from flatout.distributed.tensor import is_shared, local
 from flatout.errors import RunFailed
 from flatout.training.checkpoint.state import optimizer_tensors
-from flatout.training.metrics.log import LESS_STEEP, Log
+from flatout.training.metrics.log import Log
+from flatout.training.run_dir.runlog import DIVERGENCE
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -36,6 +37,11 @@ PRIME, MODULUS = 1_000_003, 2**61 - 1
 JUMP = 100.0
 """Times that the largest weight may grow between two looks. More is an alarm."""
 MOST_NAMED = 3
+AGAIN = (
+    "Run the same command again, which continues from the last checkpoint, and from the one before "
+    "if that leads to a bad step twice."
+)
+"""What to do about values that may be those of a processor."""
 
 
 class Look(NamedTuple):
@@ -69,14 +75,12 @@ def require_sound(run: Run, log: Log) -> None:
     largest, name = max(weights, default=(0.0, ""))
     every = gathered(run.mesh, (broken, totals, largest, name))
     if names := {name: None for broken, *_ in every for name in broken}:
-        raise RunFailed(
-            f"Not finite at step {run.step}: {shown(list(names))}. Nothing was saved.",
-            fix="Run the same command again, which continues from the last checkpoint. If it "
-            f"happens again: {LESS_STEEP[0].lower()}{LESS_STEEP[1:]}",
-        )
+        what = f"Not finite at step {run.step}: {shown(list(names))}. Nothing was saved."
+        log.event(DIVERGENCE, reason=what)
+        raise RunFailed(what, fix=AGAIN)
     places = {place for _, totals, *_ in every for place in totals}
     if any(len({totals.get(place) for _, totals, *_ in every} - {None}) > 1 for place in places):
-        require_equal_copies(run, looks)
+        require_equal_copies(run, looks, log)
     largest, name = max((largest, name) for *_, largest, name in every)
     run.largest_weight = (run.step, largest)
     if before and largest > JUMP * before:
@@ -91,7 +95,7 @@ def require_sound(run: Run, log: Log) -> None:
         )
 
 
-def require_equal_copies(run: Run, looks: dict[str, Look]) -> None:
+def require_equal_copies(run: Run, looks: dict[str, Look], log: Log) -> None:
     """Check that tensors of the same place are equal on all ranks that have them.
 
     Raises: RunFailed with the tensors that are not, and the ranks whose copies differ from most.
@@ -116,11 +120,15 @@ def require_equal_copies(run: Run, looks: dict[str, Look]) -> None:
     if not names:
         return
     where = ", ".join(f"rank {rank} ({every[rank][1]})" for rank in ranks)
-    raise RunFailed(
+    what = (
         f"Ranks have different copies of {shown(list(names))} at step {run.step}: see {where}. "
-        "Nothing was saved.",
-        fix="A device or its memory computes wrong values. Run the same command again, which "
-        "continues from the last checkpoint, and test these machines if it happens again.",
+        "Nothing was saved."
+    )
+    log.event(DIVERGENCE, reason=what)
+    raise RunFailed(
+        what,
+        fix="A device or its memory computes wrong values: test these machines if it happens "
+        f"again. {AGAIN}",
     )
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from fakes import restate
+from safetensors.torch import load_file, save_file
 from warm import run_ranks
 
-from flatout.errors import RunFailed
+from flatout.errors import CheckpointError, RunFailed, Stopped
 from flatout.training import loop
 from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
@@ -70,6 +72,64 @@ def test_what_is_not_finite_is_not_saved(tiny_config, tmp_path, faulty, monkeypa
     monkeypatch.undo()
     again = run_training(config, tmp_path / "run")
     assert again["weights_sha256"] == whole["weights_sha256"]
+
+
+def plant(checkpoint):
+    """Make one value of a moment NaN in a checkpoint whose checksums stay valid."""
+    (path,) = checkpoint.glob("optimizer-*.safetensors")
+    tensors = load_file(path)
+    tensors[f"optimizer/0/{WEIGHT}/exp_avg"][0, 0] = torch.nan
+    save_file(tensors, path)
+    restate(checkpoint)
+
+
+BAD_ENDS = {
+    "at a save": {"train__eval_every": 0, "train__max_bad_steps": 9},
+    "at an evaluation": {"train__eval_every": 3},
+    "after bad steps": {"train__eval_every": 0, "train__max_bad_steps": 2, "train__steps": 12},
+}
+
+
+@pytest.mark.parametrize("changes", BAD_ENDS.values(), ids=BAD_ENDS)
+def test_a_checkpoint_that_leads_to_bad_steps_twice_gives_way_to_the_one_before(
+    tiny_config, tmp_path, stop_at, events, messages, changes
+):
+    base = {"train__steps": 8, "checkpoint__every_steps": 2, "speedups": "none"}
+    config, run = tiny_config(**base | changes), tmp_path / "run"
+    whole = run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(config, run, observers=[stop_at(5)])
+    before, newest = (catalog.checkpoint_path(run, step) for step in catalog.steps(run)[-2:])
+    plant(newest)
+    for _ in range(2):
+        with pytest.raises(RunFailed):
+            run_training(config, run)
+    summary = run_training(config, run, progress=messages)
+    assert summary["weights_sha256"] == whole["weights_sha256"]
+    assert summary["resumed_from"] == str(before)
+    assert any(f"{newest.name} has ended in bad steps again" in line for line in messages.lines)
+    *failed, resumed = events(run, "resume")
+    assert [event.get("rejected") for event in failed] == [None, None]
+    assert resumed["rejected"] == [5]
+    assert run_training(config, run) == summary
+
+
+def test_a_run_whose_checkpoints_all_lead_to_bad_steps_says_what_to_do(
+    tiny_config, tmp_path, stop_at
+):
+    config, run = tiny_config(checkpoint__every_steps=2, speedups="none"), tmp_path / "run"
+    with pytest.raises(Stopped):
+        run_training(config, run, observers=[stop_at(5)])
+    for step in catalog.steps(run):
+        plant(catalog.checkpoint_path(run, step))
+    for _ in range(1 + len(catalog.steps(run))):
+        with pytest.raises(RunFailed):
+            run_training(config, run)
+    with pytest.raises(CheckpointError, match=r"Every start .*step-.*not finite") as refused:
+        run_training(config, run)
+    assert "--run-dir DIR" in refused.value.fix
+    with pytest.raises(RunFailed, match="Not finite"):
+        run_training(config, run, resume=str(catalog.checkpoint_path(run, 5)))
 
 
 def test_a_weight_that_jumps_raises_an_alarm(tiny_config, tmp_path, faulty, events):

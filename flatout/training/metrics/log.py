@@ -38,7 +38,7 @@ from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Lines
 from flatout.training.run_dir.layout import EVENTS, METRICS, SKIPPED
-from flatout.training.run_dir.runlog import RunLog
+from flatout.training.run_dir.runlog import DIVERGENCE, RunLog
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -180,11 +180,18 @@ class Log:
             observer.on_tick(run.step, run.last_step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write the record of an evaluation."""
+        """Write the record of an evaluation.
+
+        Raises: Diverged, on all ranks, when its loss is not finite.
+        """
         self.write_pending()
         self._write(self._position() | evaluation.record())
         self._log_recompilations()
         self.last_evaluation = self._run.step, evaluation
+        if not math.isfinite(evaluation.loss):
+            what = f"The validation loss is {evaluation.loss} at step {self._run.step}"
+            self.event(DIVERGENCE, reason=what)
+            raise Diverged(f"{what}: training has diverged.", fix=LESS_STEEP)
 
     def compiled(self, seconds: float) -> None:
         """Log the warm-up's compilations, which took `seconds`. Later ones are recompilations."""
@@ -406,15 +413,3 @@ def last_loss(run_folder: Path) -> float | None:
     """Return the training loss of the last record of a run that has one near its end, or None."""
     records = [*RunLog(run_folder, tail_bytes=TAIL_BYTES).records()]
     return next((one["train/loss"] for one in reversed(records) if "train/loss" in one), None)
-
-
-def require_finite(name: str, value: float, step: int) -> None:
-    """Check that a metric is finite. All ranks have the same metrics, so all fail together.
-
-    Raises: Diverged when it is not.
-    """
-    if not math.isfinite(value):
-        raise Diverged(
-            f"The {name} is {value} at step {step}: training has diverged.",
-            fix=LESS_STEEP,
-        )

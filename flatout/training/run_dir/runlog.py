@@ -7,6 +7,7 @@ metrics.jsonl: other training loops write one.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,6 +31,8 @@ WATCHED = "watched"
 """The state of a directory without config.yaml, which another training loop wrote."""
 STARTS = ("start", "resume")
 """Events with which a process of the run starts to train."""
+DIVERGENCE = "divergence"
+"""The event of values that are not finite, or differ between ranks, with which a process ends."""
 AT_THE_END = ("early_stop", "end", "evaluation")
 """Events of a run's end, which one that resumes there records again."""
 LEFT = (*AT_THE_END, "bad_step", "sample", "save", "skip")
@@ -99,12 +102,14 @@ class RunLog:
         return map(finite_numbers, self.lines())
 
     @cached_property
+    def _journal(self) -> list[JsonObject]:
+        return [one for one in self._read(layout.EVENTS) if isinstance(one.get("event"), str)]
+
+    @cached_property
     def events(self) -> list[JsonObject]:
         """The lines of events.jsonl that count. Each names its kind, and may lack other fields."""
         found: list[JsonObject] = []
-        for line in self._read(layout.EVENTS):
-            if not isinstance(line.get("event"), str):
-                continue
+        for line in self._journal:
             if line["event"] in STARTS and is_finite(line.get("step")):
                 found = [event for event in found if not _is_left(event, line)]
             found.append(line)
@@ -142,6 +147,31 @@ class RunLog:
                 with suppress(ValidationError):
                     return Origin.model_validate(event)
         return None
+
+    @property
+    def rejected(self) -> set[int]:
+        """The steps of checkpoints that lead to a bad step.
+
+        When two processes in a row end in a divergence, and nothing was saved at that step or
+        later, the second one's checkpoint is rejected, and those that it saved.
+        """
+        saved, rejected = set[int](), set[int]()
+        bad = start = math.inf
+        for event in self._journal:
+            kind, step = event["event"], event.get("step")
+            if not is_finite(step):
+                continue
+            if kind in STARTS:
+                start = step if kind == "resume" else math.inf
+            elif kind == "save":
+                saved.add(int(step))
+                rejected.discard(int(step))
+                bad = math.inf if step >= bad else bad
+            elif kind == DIVERGENCE:
+                if bad < math.inf:
+                    rejected |= {one for one in saved if one >= start}
+                bad = step
+        return rejected
 
     @cached_property
     def settings(self) -> JsonObject:

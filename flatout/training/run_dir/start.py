@@ -6,7 +6,7 @@ trained, is a new directory: `--resume RUN/checkpoints/step-N --run-dir NEW`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class Start:
     """The summary of a finished run, for which nothing is left to train."""
     message: str | None = None
     """One line for the user."""
+    rejected: tuple[int, ...] = ()
+    """The steps of newer checkpoints, from which the run has ended in bad steps."""
 
 
 def find_start(
@@ -85,8 +87,19 @@ def find_start(
             fix="A new run starts from it: choose a different directory with --run-dir DIR.",
         )
     stored = config_to_resume(folder, requested, trust_code=trust_code)
-    checkpoint = catalog.latest(folder, known=known, progress=progress)
+    rejected = log.rejected.intersection(catalog.steps(folder))
+    if is_own(path, folder):
+        rejected.discard(catalog.step_of(path))  # the user insists
+    checkpoint = catalog.latest(folder, exclude=rejected, known=known, progress=progress)
     message = None
+    if rejected and checkpoint is None:
+        raise _none_sound(folder, rejected)
+    newer = () if checkpoint is None else sorted(rejected - {*range(catalog.step_of(checkpoint))})
+    if newer and checkpoint is not None:
+        message = (
+            f"Resuming from {_listed(newer)} has ended in bad steps again: resuming from "
+            f"{checkpoint.name}, the checkpoint before."
+        )
     if checkpoint is None and origin and is_here:
         checkpoint = _checkpoint_of(origin, folder, progress)
         message = f"Resuming from {checkpoint}, where this run started."
@@ -102,13 +115,29 @@ def find_start(
     if stored is None:
         return Start(None, checkpoint, message=message)
     longer = lengthen(folder, stored, requested, steps_of(stored), checkpoint, origin)
+    message = longer.message if longer else message
     config, summary = longer.config if longer else stored, log.summary
     if summary is not None and checkpoint is not None:
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
             message = f"{folder} is finished. Results are below. To train further, {advice}."
             return Start(config, checkpoint, summary=summary, message=message)
-    return Start(config, checkpoint, longer=longer, message=longer.message if longer else message)
+    return Start(config, checkpoint, longer=longer, message=message, rejected=tuple(newer))
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(f"step-{step}" for step in sorted(steps))
+
+
+def _none_sound(folder: Path, rejected: Iterable[int]) -> CheckpointError:
+    return CheckpointError(
+        f"Every start of {folder} from its checkpoints ({_listed(rejected)}) has ended in values "
+        "that are not finite, or that differ between ranks.",
+        fix="If a device computed wrong values, start a new run on another machine, from an "
+        "uploaded checkpoint if there is one. Otherwise lower optim.lr or raise schedule.warmup, "
+        f"and start a new run: `--resume {in_shell(folder)} --run-dir DIR` keeps its progress. "
+        "--resume RUN/checkpoints/step-N tries that one once more.",
+    )
 
 
 def _goes_back(folder: Path, asked: Path, newest: Path) -> CheckpointError:
