@@ -52,7 +52,7 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
         return Forecast(runs, None)
     capacity = capacity_of(request.machine, request.device, ranks.local_world_size)
     is_ours = not any(":" in name for name in this.speedups)
-    if capacity is not None and plan.requested is not None and is_ours:
+    if capacity is not None and plan.is_new and is_ours:
         warning = require_fitting(config, workload, memory, capacity)
         if warning and ranks.rank == 0:
             request.progress.say(warning)

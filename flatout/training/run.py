@@ -129,10 +129,10 @@ def run_training(
         )
         while True:
             plan = agree_on_plan(request)
-            if plan.summary is not None:
+            if plan.start.summary is not None:
                 if ranks.rank == 0:
                     send_rest(folder, plan.config.checkpoint, progress)
-                return plan.summary
+                return plan.start.summary
             require_shared(ranks, folder / layout.LOCK)
             try:
                 return train_plan(request, plan)
@@ -328,7 +328,7 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
 
 
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
-    """Write the configuration of a new run or the new length of a longer one.
+    """Write the configuration of a new run, or what is new in it: its length or its data's path.
 
     Raises: HardwareError when the disk is too full.
     """
@@ -338,12 +338,11 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
         most = most_at_once(config, run.last_step, run.steps_per_epoch)
         needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most
         layout.require_free_disk(folder, needed_bytes)
-        if plan.longer is not None:
-            layout.write_config(folder, plan.longer.config, requested=plan.longer.requested)
-        if plan.origin is not None:  # first: a run that is killed in between must not start over
-            layout.append_event(folder, "origin", **plan.origin.model_dump())
-        if plan.requested is not None:
-            layout.write_config(folder, plan.config, requested=plan.requested)
+        if plan.start.origin is not None:  # first: a run that is killed here must not start over
+            layout.append_event(folder, "origin", **plan.start.origin.model_dump())
+        if plan.stored is not None:
+            layout.write_config(folder, plan.stored, requested=plan.requested)
+        if plan.is_new:
             keep_text_format(run.dataset, folder, progress=progress)
 
 
@@ -371,7 +370,7 @@ def log_start(
     log.event(
         "resume" if plan.checkpoint else "start",
         from_checkpoint=run.resumed_from,
-        **({"rejected": [*plan.rejected]} if plan.rejected else {}),
+        **({"rejected": [*plan.start.rejected]} if plan.start.rejected else {}),
         last_step=run.last_step,
         epochs=request.config.train.epochs,
         init_from=run.config.train.init_from,
@@ -391,8 +390,8 @@ def log_start(
             f"LoRA: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}). The "
             f"others stay as in {run.base['path']}."
         )
-    if plan.longer is not None:
-        log.event("longer", steps_before=plan.longer.steps_before, steps=run.last_step)
+    if plan.requested is not None and not plan.is_new:
+        log.event("longer", steps=run.last_step)
     for decision in run.decisions:
         log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
     for note in checkpointing_notes(run.decisions):

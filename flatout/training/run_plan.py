@@ -27,14 +27,13 @@ from flatout.training.init_from import resolve_init_from, run_of
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
     data_facts,
+    located,
     require_same_data,
     require_tokenizer,
-    with_absolute_paths,
 )
 from flatout.training.run_dir.lookup import resume_path
-from flatout.training.run_dir.runlog import Origin, RunLog
+from flatout.training.run_dir.runlog import RunLog
 from flatout.training.run_dir.start import (
-    Longer,
     Start,
     find_start,
     is_own,
@@ -52,21 +51,26 @@ PATHS_OF_DATA = ("data.path", "data.mix")
 class RunPlan:
     """The decisions that all ranks must share before the run is built."""
 
+    start: Start
     config: RunConfig
+    """Fully resolved."""
     decisions: list[Decision]
-    checkpoint: Path | None
+    stored: RunConfig | None = None
+    """What config.yaml is to have once the run is known to start. None: what it has."""
     requested: RunConfig | None = None
-    """The configuration of a new run as the user wrote it. None for a stored run."""
-    origin: Origin | None = None
-    """The checkpoint of another run that a new one starts from, to record before it starts."""
-    longer: Longer | None = None
-    """The new length, to store once the run is known to be able to continue."""
-    summary: JsonObject | None = None
-    """The summary of a finished run."""
-    rejected: tuple[int, ...] = ()
-    """The steps of newer checkpoints that lead to a bad step."""
+    """The configuration as the user wrote it, if it is new or has a new length."""
     rows_are_auto: bool = False
     """Whether flatout chose the rows of a micro-batch."""
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that it resumes from."""
+        return self.start.checkpoint
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run has never saved."""
+        return self.start.stored is None
 
 
 def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
@@ -144,14 +148,25 @@ def plan_run(request: RunRequest, known: Mapping[Path, str] | None = None) -> Ru
             contradicts the stored configuration; UntrustedCode when the stored configuration names
             code that the request does not.
     """
-    require_run_directory(request.folder)
+    folder, dataset = request.folder, request.dataset
+    require_run_directory(folder)
     restored = _restore_lost(request)
     try:
-        return _plan_here(request, known)
+        start = _start(request, known)
     except catalog.NoneComplete:
         if restored or not _restore_lost(request, are_damaged=True):
             raise
-        return _plan_here(request, known)
+        start = _start(request, known)
+    if start.stored is not None:
+        require_tokenizer(folder, dataset, start.checkpoint)
+        plan = _plan_stored(request, start, start.stored)
+    else:
+        if start.checkpoint is not None:
+            require_tokenizer(run_of(start.checkpoint) or folder, dataset, start.checkpoint)
+        plan = _plan_new(request, start)
+    if start.message is not None:
+        request.progress.say(start.message)
+    return plan
 
 
 def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
@@ -167,39 +182,29 @@ def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
         )
 
 
-def _plan_here(request: RunRequest, known: Mapping[Path, str] | None) -> RunPlan:
-    """Return the plan for a run whose directory has what can be restored."""
-    folder, dataset, progress = request.folder, request.dataset, request.progress
+def _start(request: RunRequest, known: Mapping[Path, str] | None) -> Start:
+    """Return where the run starts, after what killed processes left has been removed."""
+    folder, config, progress = request.folder, request.config, request.progress
     resume = resume_path(request.resume)
     with writing_run(folder):
         for name in [] if resume == "never" else catalog.remove_leftovers(folder):
             progress.say(f"Removed {name}, left by a save that was killed.")
-    start = find_start(
+    return find_start(
         folder,
-        request.config,
+        config,
         resume,
         steps_of=lambda stored: steps_stated(
-            stored, request.config.train, dataset, recipe_of(stored)
+            stored, config.train, request.dataset, recipe_of(stored)
         ),
         trust_code=request.trust_code,
         known=known,
         progress=progress,
     )
-    checkpoint = start.checkpoint
-    if start.stored is None:
-        if checkpoint is not None:
-            require_tokenizer(run_of(checkpoint) or folder, dataset, checkpoint)
-        return _plan_new(request, start)
-    remember(folder, request.config.references())
-    require_tokenizer(folder, dataset, checkpoint)
-    return _plan_stored(request, start, start.stored)
 
 
 def _plan_new(request: RunRequest, start: Start) -> RunPlan:
     """Return the plan for a new run, from step 0 or from another run's checkpoint."""
     dataset, ranks, checkpoint = request.dataset, request.ranks, start.checkpoint
-    if start.message is not None:
-        request.progress.say(start.message)
     with request.progress.task("Resolving the configuration"):
         config, decisions = resolve(
             request.config.with_values({"train.device": request.device}),
@@ -225,14 +230,9 @@ def _plan_new(request: RunRequest, start: Start) -> RunPlan:
     require_steps_left(request.folder, config, checkpoint)
     ops = recipe_of(config).ops()
     config = resolve_init_from(config, dataset, ops, progress=request.progress)
-    return RunPlan(
-        with_absolute_paths(_with_fewer_rows(request, config)),
-        decisions,
-        checkpoint,
-        requested=request.config,
-        origin=start.origin,
-        rows_are_auto=request.config.batch.chooses_rows,
-    )
+    config = _with_fewer_rows(request, config).with_values(located(config.data))
+    chooses_rows = request.config.batch.chooses_rows
+    return RunPlan(start, config, decisions, config, request.config, chooses_rows)
 
 
 def _with_fewer_rows(request: RunRequest, config: RunConfig) -> RunConfig:
@@ -254,37 +254,25 @@ def _with_fewer_rows(request: RunRequest, config: RunConfig) -> RunConfig:
 
 def _plan_stored(request: RunRequest, start: Start, config: RunConfig) -> RunPlan:
     """Return the plan for a stored run: it resumes, possibly with a new length, or is finished."""
-    folder, progress, checkpoint = request.folder, request.progress, start.checkpoint
-    requested = layout.read_requested(folder)
+    folder, checkpoint = request.folder, start.checkpoint
+    remember(folder, request.config.references())
+    known, requested = layout.read_config(folder), layout.read_requested(folder)
+    stored = config if start.requested or (known and known.data != config.data) else None
     config = with_evaluations(config, request.dataset)
     if checkpoint is not None and is_own(checkpoint, folder):
         require_same_data(folder, dataset_of(request, config), checkpoint)
-    if start.message is not None:
-        progress.say(start.message)
-    if start.summary is not None:
-        decisions = stored_decisions(config, request.machine, requested=requested)
-        return RunPlan(config, decisions, checkpoint, summary=start.summary)
-    trained_on = config.train.device
-    if _device_type(request.device) != _device_type(trained_on):
-        progress.say(
-            f"This run started on {trained_on} and resumes on {request.device}: "
-            "losses will differ in the last bits."
-        )
-    known = layout.read_config(folder)
-    if start.longer is None and known is not None and config.data != known.data:
-        layout.write_config(folder, config)  # so that `eval` also finds the moved data
-    config = config.with_values({"train.device": request.device})
-    config = for_world_size(config, request.ranks.world_size)
+    if start.summary is None:
+        trained_on, here = config.train.device, request.device
+        if here.partition(":")[0] != trained_on.partition(":")[0]:
+            request.progress.say(
+                f"This run started on {trained_on} and resumes on {here}: "
+                "losses will differ in the last bits."
+            )
+        config = config.with_values({"train.device": here})
+        config = for_world_size(config, request.ranks.world_size)
     decisions = stored_decisions(config, request.machine, requested=requested)
     is_auto = (requested or config).batch.chooses_rows and request.config.batch.chooses_rows
-    return RunPlan(
-        config,
-        decisions,
-        checkpoint,
-        longer=start.longer,
-        rejected=start.rejected,
-        rows_are_auto=is_auto,
-    )
+    return RunPlan(start, config, decisions, stored, start.requested, is_auto)
 
 
 def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
@@ -316,7 +304,3 @@ def require_run_directory(folder: Path) -> None:
             f"{folder} is not a run directory. It contains {', '.join(others[:4])}.",
             fix="Choose a new directory with --run-dir DIR.",
         )
-
-
-def _device_type(device: str) -> str:
-    return device.partition(":")[0]

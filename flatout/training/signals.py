@@ -3,10 +3,6 @@
 With several ranks, each casts a vote (`agreement.py`) at every opportunity and reads the result of
 the previous one: no rank waits, and a request takes effect one vote late. A single rank needs no
 vote.
-
-Python runs signal handlers only between bytecode instructions, and the backward pass of a
-micro-batch is a single one. But the interpreter writes the signal's number to a pipe immediately,
-so a thread that reads the pipe can announce the request.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ class StopRequests:
         launcher: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`say` is called with one line, from another thread, as soon as a request arrives.
+        """`say` is called with one line, from another thread, when a request arrives.
 
         `launcher` is the id of the parent process. If it ends first, that is also a request.
         """
@@ -71,9 +67,6 @@ class StopRequests:
         self._interrupts = False
         self._say = say
         self._launcher = launcher
-        self._listener: threading.Thread | None = None
-        self._announced: int | None = None
-        self._writer = self._wakeup_fd = -1
         self._clock = clock
         self._first_sigint_s: float | None = None
         self._previous: dict[
@@ -87,26 +80,9 @@ class StopRequests:
                 self._previous[number] = signal.signal(number, self._receive)
         except ValueError:  # not the main thread
             self._previous.clear()
-            return self
-        if self._say is not None:
-            reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            self._wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            if self._wakeup_fd != -1:  # another listener, such as asyncio's, stays in place
-                signal.set_wakeup_fd(self._wakeup_fd)
-            self._listener = threading.Thread(
-                target=self._listen, args=[reader], name="flatout-signals", daemon=True
-            )
-            self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._listener is not None:
-            if self._wakeup_fd == -1:
-                signal.set_wakeup_fd(-1)
-            os.close(self._writer)
-            self._listener.join()
-            self._listener = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -175,38 +151,27 @@ class StopRequests:
         """Return whether the launcher has ended: when it is killed, its processes stay."""
         if self._launcher is None or os.getppid() == self._launcher:
             return False
-        self._note_time()
-        if self._say is not None:
-            self._say(
-                f"The launcher, process {self._launcher}, has ended: the run saves and stops."
-            )
-            self._say = None
-        return True
-
-    def _note_time(self) -> None:
         if self._requested_s is None:
             self._requested_s = self._clock()
-
-    def _listen(self, reader: int) -> None:
-        """Announce the first stop signal at once, even if the main thread is busy."""
-        while arrived := os.read(reader, 64):
-            number = next((one for one in arrived if one in SIGNALS), None)
-            if number is not None and self._announced is None and self._say is not None:
-                self._announced = number
-                self._note_time()  # the handler runs later if the main thread is busy
-                wait = f"waits for {self.waits_for}, then " if self.waits_for else ""
-                again = " Press Ctrl+C again to quit immediately, without saving."
+            if self._say is not None:
                 self._say(
-                    f"{signal.Signals(number).name} received: the run {wait}saves and stops."
-                    f"{again if number == signal.SIGINT else ''}"
+                    f"The launcher, process {self._launcher}, has ended: the run saves and stops."
                 )
-        os.close(reader)
+        return True
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = self._clock()
-        self._note_time()
+        if self._requested_s is None:
+            self._requested_s = now
         if self.signal_number is None:
             self.signal_number = number
+            if self._say is not None:
+                wait = f"waits for {self.waits_for}, then " if self.waits_for else ""
+                line = f"{signal.Signals(number).name} received: the run {wait}saves and stops."
+                if number == signal.SIGINT:
+                    line += " Press Ctrl+C again to quit immediately, without saving."
+                # the main thread may be printing, and hold the lock of the output
+                threading.Thread(target=self._say, args=[line], daemon=True).start()
         if number == signal.SIGINT:
             if self._first_sigint_s is None:
                 self._first_sigint_s = now

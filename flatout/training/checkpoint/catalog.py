@@ -390,14 +390,11 @@ def latest(
 def best(newest: Path, *, deep: Deep = True, progress: Progress = SILENT) -> Path | None:
     """Return the complete checkpoint with the lowest validation loss, as `newest` states it.
 
-    None when no loss is known, or that checkpoint is missing or incomplete. `newest`, which is
-    complete, is not checked again.
+    None when no loss is known, or that checkpoint is missing or incomplete.
     """
     step = best_step_of(newest)
     if step is None:
         return None
-    if step == step_of(newest):
-        return newest
     path = newest.with_name(f"step-{step}")
     return path if path.is_dir() and not verify(path, deep=deep, progress=progress) else None
 

@@ -208,7 +208,7 @@ def keep_base(run_folder: Path, base: Path, digest: str) -> Path:
 
 
 def find_base(checkpoint: Path, base: Base) -> Path:
-    """Return the path of a checkpoint's base: the copy in its run, or where it was, also if moved.
+    """Return the path of a checkpoint's base: the copy in its run, or where it was.
 
     The base of a LoRA checkpoint are the weights that its adapters belong to.
     Raises: CheckpointError when it is missing or damaged, or has other weights now.
@@ -216,7 +216,7 @@ def find_base(checkpoint: Path, base: Base) -> Path:
     path = Path(base.path)
     above = checkpoint.resolve().parents[:3]  # RUN/checkpoints/step-N, RUN/base/DIGEST/step-N
     kept = (folder / BASES / base.digest[:DIGITS] / path.name for folder in above)
-    for found in (*kept, path, *_moved_with(base.path, checkpoint)):
+    for found in (*kept, path):
         if found.exists() and digest_of(found) == base.digest:
             if catalog.is_checkpoint(found):
                 catalog.require_complete(found, deep="weights")
@@ -230,15 +230,5 @@ def find_base(checkpoint: Path, base: Base) -> Path:
     raise CheckpointError(
         f"{checkpoint} contains LoRA adapters, but the weights that they belong to, {path}, do "
         "not exist.",
-        fix="Restore them there, or move them together with the run.",
+        fix="Restore them there.",
     )
-
-
-def _moved_with(path: str, anchor: Path) -> Iterator[Path]:
-    """Yield where `path` may be after a directory above both it and `anchor` was renamed.
-
-    Each directory above the anchor is tried with each tail of the old path.
-    """
-    parts = Path(path).parts
-    tails = [Path(*parts[start:]) for start in range(1, len(parts))]
-    return (above / tail for above in anchor.resolve().parents for tail in tails)

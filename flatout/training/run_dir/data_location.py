@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from flatout.config.schema import RunConfig
 from flatout.config.sections import DataConfig
 from flatout.data.conversation.templates import CHAT_TEMPLATE, stored_template
 from flatout.data.store.manifest import TOKENIZER
@@ -33,28 +32,21 @@ COMPARED = (
 """Texts whose tokens distinguish tokenizers."""
 
 
-def moved_data(known: DataConfig, requested: DataConfig) -> JsonObject | None:
+def moved_data(known: DataConfig, requested: DataConfig) -> JsonObject:
     """Return the config values of the data's present paths.
 
-    None when the data is not a single dataset as before, or not the same mix. The datasets of a mix
-    are recognised by their paths, or, if those have changed, by their order, which is part of what
-    a run reads.
+    Empty when the data is not a single dataset as before, or not the same mix. The datasets of a
+    mix are recognised by their paths, or, if those have changed, by their order, which is part of
+    what a run reads.
     """
     if known.path is not None and requested.path is not None:
-        return {"data.path": absolute_path(requested.path)}
+        return located(requested)
     if known.mix is None or requested.mix is None:
-        return None
+        return {}
     before, now = _turns_by_path(known.mix), _turns_by_path(requested.mix)
     if before == now:
-        return data_values(known)
-    if list(before.values()) == list(now.values()):
-        return {"data.mix": absolute(requested.mix)}
-    return None
-
-
-def data_values(data: DataConfig) -> JsonObject:
-    """Return the config values that state the paths of the data."""
-    return {"data.path": data.path} if data.mix is None else {"data.mix": data.mix}
+        return {"data.mix": known.mix}
+    return located(requested) if list(before.values()) == list(now.values()) else {}
 
 
 def _turns_by_path(mix: dict[str, float]) -> dict[str, int]:
@@ -62,21 +54,11 @@ def _turns_by_path(mix: dict[str, float]) -> dict[str, int]:
     return dict(zip(paths, whole_turns(mix), strict=True))
 
 
-def absolute_path(path: str) -> str:
-    """Return a path as an absolute one, with `~` expanded."""
-    return str(expanded(path).absolute())
-
-
-def absolute(mix: dict[str, float]) -> dict[str, float]:
-    """Return a mix with absolute paths."""
-    return {absolute_path(path): weight for path, weight in mix.items()}
-
-
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return the configuration with absolute paths, for use from any working directory."""
-    if config.data.mix is not None:
-        return config.with_values({"data.mix": absolute(config.data.mix)})
-    return config.with_values({"data.path": absolute_path(config.data.path or "")})
+def located(data: DataConfig) -> JsonObject:
+    """Return the config values of the data with absolute paths, for use from any directory."""
+    if data.mix is None:
+        return {"data.path": str(expanded(data.path or "").absolute())}
+    return {"data.mix": {str(expanded(path).absolute()): n for path, n in data.mix.items()}}
 
 
 def data_facts(dataset: AnyDataset) -> list[JsonObject]:
@@ -165,13 +147,9 @@ def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -
 def _change(old: JsonObject, new: JsonObject) -> str:
     """Return how the training tokens of one dataset have changed."""
     counts = [
-        f"{name} {old[key]:,} -> {new[key]:,}"
-        for key, name in (
-            ("tokens", "tokens"),
-            ("documents", "documents"),
-            ("vocab_size", "vocabulary"),
-        )
-        if old[key] != new[key]
+        f"{name} {old[name]:,} -> {new[name]:,}"
+        for name in ("tokens", "documents")
+        if old[name] != new[name]
     ]
     moved = f" (before: {old['path']})" if old["path"] != new["path"] else ""
     what = ", ".join(counts) or f"as many other tokens (digest {old['digest']} -> {new['digest']})"

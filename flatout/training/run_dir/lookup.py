@@ -134,24 +134,23 @@ def find_checkpoint(
             is none of these.
     """
     if checkpoint in {None, "best", "last"}:
-        newest = catalog.latest(run_folder, deep=False, progress=progress)
-        if newest is None:
+        if catalog.latest(run_folder, deep=False, progress=progress) is None:
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
                 fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
-        is_last = checkpoint == "last"
-        best = None if is_last else catalog.best(newest, deep="weights", progress=progress)
-        if best is not None and best != newest:
-            return best
-        later = (step for step in catalog.steps(run_folder) if step > catalog.step_of(newest))
-        whole = catalog.latest(run_folder, exclude={*later}, deep="weights", progress=progress)
-        assert whole is not None, "the run has checkpoints"
-        if is_last:
-            return whole
-        if whole != newest:
-            best = catalog.best(whole, deep="weights", progress=progress)
-        return best or _instead_of_best(whole, checkpoint, progress)
+        for step in reversed(catalog.steps(run_folder)):
+            path = catalog.checkpoint_path(run_folder, step)
+            if catalog.verify(path, deep=False):
+                continue
+            is_last = checkpoint == "last"
+            best = None if is_last else catalog.best(path, deep="weights", progress=progress)
+            if best is not None:
+                return best
+            if not (problems := catalog.verify(path, deep="weights", progress=progress)):
+                return path if is_last else _instead_of_best(path, checkpoint, progress)
+            progress.say(f"Checkpoint {path.name} cannot be used: {problems[0]}")
+        catalog.latest(run_folder, deep="weights")  # its error names the first problem
     assert checkpoint is not None
     if not checkpoint.isdecimal():
         raise ConfigError(

@@ -20,7 +20,7 @@ from flatout.config.schema import (
 )
 from flatout.errors import ConfigError, in_shell
 from flatout.training.checkpoint import catalog
-from flatout.training.run_dir.data_location import data_values, moved_data
+from flatout.training.run_dir.data_location import moved_data
 from flatout.training.run_dir.layout import CONFIG, read_config, read_requested
 from flatout.training.run_dir.runlog import RunLog
 
@@ -149,10 +149,8 @@ def continued(
     Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
     """
     moved = moved_data(stored.data, requested.data)
-    if moved is not None:
-        requested = requested.with_values(data_values(first.data))
     batch = _other_micro_batch(stored, requested)
-    free = (*FREE_KEYS, *LENGTH_KEYS, *batch)
+    free = (*FREE_KEYS, *LENGTH_KEYS, *batch, *moved)
     contradictions = difference(stored, requested, free=free)
     if contradictions:
         changed = {line.partition(": ")[0] for line in difference(first, requested, free=free)}
@@ -171,7 +169,7 @@ def continued(
         and (key in stated or key.startswith(OF_THIS_START))
         and key != "name"
     }
-    return stored.with_values(values | batch | (moved or {}))
+    return stored.with_values(values | batch | moved)
 
 
 def _other_micro_batch(stored: RunConfig, requested: RunConfig) -> dict[str, int]:

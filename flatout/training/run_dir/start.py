@@ -7,7 +7,7 @@ trained, is a new directory: `--resume RUN/checkpoints/step-N --run-dir NEW`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout.config.schema import RunConfig
@@ -24,20 +24,6 @@ from flatout.training.run_dir.runlog import Origin, RunLog
 
 
 @dataclass(frozen=True)
-class Longer:
-    """A stored run with a new, greater length."""
-
-    config: RunConfig
-    """The resolved configuration with the new length."""
-    requested: RunConfig
-    """The configuration as the user wrote it, with the new length."""
-    steps_before: int
-    """The number of steps it was planned for."""
-    message: str
-    """One line for the user that describes the change."""
-
-
-@dataclass(frozen=True)
 class Start:
     """Where a command starts."""
 
@@ -48,8 +34,8 @@ class Start:
     """The checkpoint to resume from. None: step 0."""
     origin: Origin | None = None
     """What a new run records when it starts from the checkpoint of another run."""
-    longer: Longer | None = None
-    """The new length of a stored run."""
+    requested: RunConfig | None = None
+    """What the user wrote, with a new, greater length: `stored` has it too. None: as before."""
     summary: JsonObject | None = None
     """The summary of a finished run, for which nothing is left to train."""
     message: str | None = None
@@ -90,39 +76,41 @@ def find_start(
     rejected = log.rejected.intersection(catalog.steps(folder))
     if is_own(path, folder):
         rejected.discard(catalog.step_of(path))  # the user insists
-    checkpoint = catalog.latest(folder, exclude=rejected, known=known, progress=progress)
-    message = None
-    if rejected and checkpoint is None:
+    newest = catalog.latest(folder, exclude=rejected, known=known, progress=progress)
+    if newest is not None:
+        if not continues and path != newest.resolve():
+            raise _goes_back(folder, _checkpoint_at(Path(resume), progress), newest)
+        start = Start(stored, newest)
+        if newer := sorted(step for step in rejected if step > catalog.step_of(newest)):
+            message = (
+                f"Resuming from {_listed(newer)} has ended in bad steps again: resuming from "
+                f"{newest.name}, the checkpoint before."
+            )
+            start = replace(start, rejected=tuple(newer), message=message)
+        elif origin and not is_here:
+            message = f"Resuming from {newest.name} of {folder}, which continues "
+            start = replace(start, message=f"{message}{origin.checkpoint}.")
+    elif rejected:
         raise _none_sound(folder, rejected)
-    newer = () if checkpoint is None else sorted(rejected - {*range(catalog.step_of(checkpoint))})
-    if newer and checkpoint is not None:
-        message = (
-            f"Resuming from {_listed(newer)} has ended in bad steps again: resuming from "
-            f"{checkpoint.name}, the checkpoint before."
-        )
-    if checkpoint is None and origin and is_here:
-        checkpoint = _checkpoint_of(origin, folder, progress)
-        message = f"Resuming from {checkpoint}, where this run started."
-    elif checkpoint is None and resume != "auto":
+    elif origin and is_here:
+        found = _checkpoint_of(origin, folder, progress)
+        start = Start(stored, found, message=f"Resuming from {found}, where this run started.")
+    elif resume != "auto":
         found = _checkpoint_at(Path(resume), progress)
         return Start(None, found, Origin(asked=str(path), checkpoint=str(found.resolve())))
-    elif checkpoint is not None and not continues and path != checkpoint.resolve():
-        raise _goes_back(folder, _checkpoint_at(Path(resume), progress), checkpoint)
-    elif checkpoint is not None and origin and not is_here:
-        message = (
-            f"Resuming from {checkpoint.name} of {folder}, which continues {origin.checkpoint}."
-        )
+    else:
+        start = Start(stored)
     if stored is None:
-        return Start(None, checkpoint, message=message)
-    longer = lengthen(folder, stored, requested, steps_of(stored), checkpoint, origin)
-    message = longer.message if longer else message
-    config, summary = longer.config if longer else stored, log.summary
-    if summary is not None and checkpoint is not None:
-        advice = how_to_train_on(folder, config, checkpoint, summary)
-        if advice is not None:
-            message = f"{folder} is finished. Results are below. To train further, {advice}."
-            return Start(config, checkpoint, summary=summary, message=message)
-    return Start(config, checkpoint, longer=longer, message=message, rejected=tuple(newer))
+        return start
+    start = lengthened(start, folder, stored, requested, steps_of(stored), origin)
+    summary, config = log.summary, start.stored or stored
+    if summary is None or newest is None:
+        return start
+    advice = how_to_train_on(folder, config, newest, summary)
+    if advice is None:
+        return start
+    message = f"{folder} is finished. Results are below. To train further, {advice}."
+    return replace(start, requested=None, summary=summary, message=message)
 
 
 def _listed(steps: Iterable[int]) -> str:
@@ -210,29 +198,29 @@ def _checkpoint_of(origin: Origin, folder: Path, progress: Progress) -> Path:
     return path
 
 
-def lengthen(
+def lengthened(
+    start: Start,
     folder: Path,
     stored: RunConfig,
     asked: RunConfig,
     steps: int | None,
-    checkpoint: Path | None,
     origin: Origin | None,
-) -> Longer | None:
-    """Return the run with the length that `asked` states, `steps`. None when it has that length.
+) -> Start:
+    """Return the start with the length that `asked` states, `steps`, if that is a new one.
 
-    It continues from its newest checkpoint, so the learning rates up to there must be those of the
-    new length too: with a constant schedule they are, with wsd before the decay. A warm-up given
-    as a fraction keeps its number of steps.
+    The run continues from its newest checkpoint, so the learning rates up to there must be those
+    of the new length too: with a constant schedule they are, with wsd before the decay. A warm-up
+    given as a fraction keeps its number of steps.
     Raises: ConfigError, with an alternative, when the run would become shorter or its rates have
             depended on its length.
     """
     requested = read_requested(folder) or stored
     length = {key: asked.value(key) for key in LENGTH_KEYS}
     if not any(length.values()) or all(requested.value(key) == length[key] for key in length):
-        return None
+        return start
     before = stored.train.steps or 0
     if steps is None or steps == before:
-        return None
+        return start
     if steps < before:
         raise ConfigError(
             f"{folder} is planned for {counted(before, 'step')}, but {steps} were requested.",
@@ -244,18 +232,17 @@ def lengthen(
     config = stored.with_values(
         {"train.steps": steps} | ({"schedule.warmup": warmup} if keeps_warmup else {})
     )
-    if checkpoint is not None:
-        _require_equal_rates(folder, stored, config, checkpoint, origin)
+    _require_equal_rates(folder, stored, config, start.checkpoint, origin)
     message = f"{folder} was planned for {counted(before, 'step')} and now trains to step {steps}."
     message += f" Its warm-up stays at {counted(warmup, 'step')}." if keeps_warmup else ""
-    return Longer(config, requested.with_values(length), before, message)
+    return replace(start, stored=config, requested=requested.with_values(length), message=message)
 
 
 def _require_equal_rates(
     folder: Path,
     stored: RunConfig,
     longer: RunConfig,
-    checkpoint: Path,
+    checkpoint: Path | None,
     origin: Origin | None,
 ) -> None:
     """Check that a run's learning rates up to a checkpoint are those of its new length too.
@@ -270,7 +257,7 @@ def _require_equal_rates(
         for one, length in ((stored, before), (longer, steps))
     )
     equal = next((step for step in range(since, before) if now[step] != then[step]), before)
-    done = catalog.step_of(checkpoint)
+    done = catalog.step_of(checkpoint) if checkpoint else 0
     if done <= equal:
         return
     earlier = [step for step in catalog.steps(folder) if max(since, 1) <= step <= equal]

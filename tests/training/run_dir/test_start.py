@@ -50,6 +50,38 @@ TABLE = {
         r"! different settings: optim\.lr: 0\.001 -> 2\.0.*--resume .*run --run-dir DIR",
     ),
     "no config": ({"saved": [5], "stored": None}, [], "auto", "! checkpoints, but no config.yaml"),
+    # values that are not finite
+    "bad twice": (
+        {"saved": [2, 5], "journal": ["save 2", "save 5", "resume 5", *2 * ["divergence 7"]]},
+        [], "auto", "stored at run/step-2",
+    ),
+    "bad twice, by path": (
+        {"saved": [2, 5], "journal": ["save 2", "save 5", "resume 5", *2 * ["divergence 7"]]},
+        [], "run/checkpoints/step-5", "stored at run/step-5",
+    ),
+    "bad once": (
+        {"saved": [2, 5], "journal": ["save 2", "save 5", "resume 5", "divergence 7"]},
+        [], "auto", "stored at run/step-5",
+    ),
+    "bad, then passed, then bad": (
+        {"saved": [5, 8], "journal": ["save 5", "divergence 7", "resume 5", "save 8",
+                                      "divergence 9"]},
+        [], "auto", "stored at run/step-8",
+    ),
+    "bad twice, saved on the way": (
+        {"saved": [2, 5, 6], "journal": ["save 2", "save 5", "divergence 7", "resume 5", "save 6",
+                                         "divergence 7"]},
+        [], "auto", "stored at run/step-2",
+    ),
+    "bad twice, replaced since": (
+        {"saved": [2, 5], "journal": ["save 2", "save 5", "divergence 7", "resume 5",
+                                      "divergence 7", "resume 2", "save 5"]},
+        [], "auto", "stored at run/step-5",
+    ),
+    "all bad": (
+        {"saved": [5], "journal": ["save 5", "resume 5", *2 * ["divergence 7"]]},
+        [], "auto", r"! Every start of .*run .*\(step-5\) .*--resume .*run --run-dir DIR",
+    ),
     # lengths
     "longer": (
         {"saved": [5]}, ["train.steps=12", CONSTANT], "auto", "longer 10 -> 12 at run/step-5",
@@ -141,6 +173,9 @@ def make(root, saved=None, damaged=(), half=(), replaced=(), stored=STORED, stat
     for step in replaced:
         path = run / f"checkpoints/step-{step}"
         path.rename(path.with_name(f"{path.name}.old-aa"))
+    for line in more.get("journal", ()):
+        event, step = line.split()
+        layout.append_event(run, event, step=int(step))
     if "summary" in more:
         layout.append_event(run, "end", **more["summary"])
     if "origin" in more:
@@ -170,9 +205,9 @@ def test_where_a_command_starts(has, asked, resume, answer, tmp_path):
         assert answer.partition(": ")[2] in start.message
         return
     kept = "stored" if start.stored else "new"
-    if start.longer:
-        kept = f"longer {start.longer.steps_before} -> {start.longer.config.train.steps}"
-        assert start.stored == start.longer.config
+    if start.requested:
+        kept = f"longer 10 -> {start.stored.train.steps}"
+        assert start.requested.train.steps == start.stored.train.steps
     at = start.checkpoint
     where = f"{at.parts[-3]}/{at.name}" if at else "0"
     assert (start.summary, f"{kept} at {where}") == (None, answer)
