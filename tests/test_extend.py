@@ -198,7 +198,7 @@ parts = {}
 for one in tiny_gpt2.tensors(model.config):
     parts |= dict(zip(one.foreign, one.split(model.state_dict()[one.name])))
 torch.save(parts, path / "pytorch_model.bin")
-weights = ForeignWeights(find_model("theirs"), model.config)
+weights = ForeignWeights(find_model("theirs"), model)
 weights.require_fit({name: tuple(p.shape) for name, p in model.named_parameters()})
 assert all(torch.equal(weights.read(name), p) for name, p in model.named_parameters())
 assert tiny_gpt2.keys(tiny_gpt2.document(model.config)) == keys

@@ -435,7 +435,9 @@ def with_base_shape(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     stated = {key: value for key, value in config.model.own().items() if value is not None}
     if config.model.vocab_size is not None:
         stated["vocab_size"] = config.model.vocab_size
-    own = dict(find_model(init_from, whole=False).keys)
+    own = dict(find_model(init_from, whole=False, for_run=True).keys)
+    if not own:  # the tensors of this run's own model
+        return config
     kind, rows = own.pop("kind"), own["vocab_size"]
     if config.model.kind != kind and (stated or config.model.kind != "transformer"):
         raise _different({"kind": (config.model.kind, kind)}, init_from)

@@ -149,7 +149,7 @@ def load_model(
     recipe = Recipe()
     built = new_model(config, recipe.ops())
     allocate(built, "cpu", draws=False)
-    weights = ForeignWeights(found, built.config)
+    weights = ForeignWeights(found, built)
     weights.require_fit(shapes_of(built))
     with progress.task(f"Loading {found.path.name}"):
         built.load_state_dict({name: weights.read(name) for name in weights.names()})

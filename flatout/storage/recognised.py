@@ -63,6 +63,8 @@ _TO_CONVERT = {
     ),
 }
 """The file that identifies each, its name, and the steps."""
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Names of the weights of a model, which a config.json beside them describes."""
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".idx", ".npy", ".npz"}
@@ -181,10 +183,15 @@ def read_regular(path: Path, *, errors: str = "strict") -> str:
 
 
 def kind_of(folder: Path) -> str | None:
-    """Return what a manifest.json says that its directory is: dataset, checkpoint, export.
+    """Return what a directory of flatout is: run, or what its manifest.json says: dataset,
+    checkpoint, export.
 
     None for any other directory.
     """
+    if _has(folder, "config.yaml") and (
+        (folder / "checkpoints").is_dir() or _has(folder, "events.jsonl")
+    ):
+        return "run"
     try:
         kind = json.loads(read_regular(folder / "manifest.json"))["kind"]
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
@@ -209,10 +216,7 @@ def _to_convert(folder: Path) -> Found | None:
 
 
 def _folder(path: Path) -> Found | None:
-    is_run = _has(path, "config.yaml") and (
-        (path / "checkpoints").is_dir() or _has(path, "events.jsonl")
-    )
-    if kind := "run" if is_run else kind_of(path):
+    if kind := kind_of(path):
         name, fix = _WHOLE[kind]
         return name, fix.format(in_shell(path))
     if (found := _to_convert(path)) is not None:
@@ -238,7 +242,8 @@ def _folder(path: Path) -> Found | None:
         return None  # an incomplete dataset
     suffixes = {file: file.suffix.lower() for file in files}
     if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:
-        return None
+        is_model = any(_has(path, name) or _has(path, f"{name}.index.json") for name in _WEIGHTS)
+        return ("a model of another tool", _start_from(path)) if is_model else None
     telling = (recognise(file) for file, suffix in suffixes.items() if suffix in _LOOKED_INTO)
     first = next(filter(None, telling), None)
     if first is None:
@@ -299,8 +304,9 @@ def _archive(path: Path) -> Found | None:
 
 
 def _start_from(path: Path) -> str:
-    """Return how to use a file of weights. A config.json beside it means the whole directory."""
-    model = path.parent if _has(path.parent, "config.json") else path
+    """Return how to use weights. A config.json beside a file may mean the whole directory."""
+    is_whole = path.name in _WEIGHTS and _has(path.parent, "config.json")
+    model = path.parent if is_whole else path
     return f"If it contains weights, start a run from them: train.init_from={in_shell(model)}."
 
 

@@ -61,9 +61,9 @@ def resolve_init_from(
         given = Path(init_from)
         if given.exists():
             require_as_exported(given if given.is_dir() else given.parent, progress=progress)
-        found = find_model(init_from, progress=progress)
+        found = find_model(init_from, for_run=config.lora.rank is None, progress=progress)
         path, theirs = found.path, found.keys
-        ForeignWeights(found, model_config).require_fit(shapes_of(model))
+        ForeignWeights(found, model).require_fit(shapes_of(model))
         folder = path if path.is_dir() else path.parent
         require_tokenizer_of(folder, members_of(dataset)[0].dataset, progress=progress)
     else:

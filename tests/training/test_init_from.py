@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from fakes import restate
+from safetensors.torch import save_file
 
 from flatout.config.schema import load_config
 from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.training import run as training
@@ -250,3 +252,48 @@ def test_the_run_of_a_checkpoint_is_found_unless_it_was_copied_elsewhere(
     assert run_of(alone) is None
     config = tiny_config(train__init_from=str(alone), train__steps=1)
     assert run_training(config, tmp_path / "run")["steps"] == 1
+
+
+def test_weights_with_the_names_of_the_runs_own_model_are_read_from_any_file(
+    tiny, tiny_set, tmp_path, monkeypatch
+):
+    """Plain torch, Lightning, torch.compile and accelerate save the same weights of a module."""
+    (tmp_path / "own_module.py").write_text(
+        "import torch\nfrom flatout.models.adapter import adapt\n"
+        "class Module(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size):\n"
+        "        super().__init__()\n"
+        "        self.table = torch.nn.Embedding(vocab_size, 8)\n"
+        "        self.head = torch.nn.Linear(8, vocab_size, bias=False)\n"
+        "        self.head.weight = self.table.weight\n"
+        "    def forward(self, tokens):\n"
+        "        return self.head(self.table(tokens))\n"
+        "def build(vocab_size: int):\n"
+        "    return Module(vocab_size)\n"
+        "MODEL = adapt(build)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {key: value for key, value in tiny.items() if not key.startswith("model.")}
+    values |= {"data.path": str(tiny_set), "train.eval_every": 0, "train.steps": 1}
+    config = load_config().with_values(values | {"model.kind": "own_module:MODEL"})
+    rows = Dataset.open(tiny_set).vocab_size
+    weight = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+    both = {"table.weight": weight, "head.weight": weight}
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("lr: 1\n")  # of another tool, as all that lies here
+    (folder / "config.json").write_text('{"hidden": 8}')
+    torch.save({"model_state_dict": both, "optimizer_state_dict": {}, "epoch": 3}, folder / "x.pt")
+    torch.save({"state_dict": {f"model.{k}": v for k, v in both.items()}}, folder / "last.ckpt")
+    torch.save({f"_orig_mod.{name}": value for name, value in both.items()}, folder / "compiled.pt")
+    save_file({"head.weight": weight}, folder / "model.safetensors")
+    for name in ("x.pt", "last.ckpt", "compiled.pt", "model.safetensors", ""):
+        run = tmp_path / f"run-{name}"
+        run_training(config.with_values({"train.init_from": str(folder / name)}), run)
+        stored = read_weights(catalog.checkpoint_path(run, 0))
+        assert all(torch.equal(value, weight) for value in stored.values()), name
+    torch.save({"table.weight": weight, "norm.weight": weight[0]}, folder / "other.pt")
+    with pytest.raises(CheckpointError, match="nor is it this run's model: it has norm"):
+        run_training(
+            config.with_values({"train.init_from": str(folder / "other.pt")}), tmp_path / "other"
+        )

@@ -73,16 +73,18 @@ def model_folder(
             f"{reference} has no {CONFIG}, so its architecture is not known.",
             fix="Name a repository in the format of transformers.",
         )
-    with progress.task(f"Downloading {repository}", total=len(wanted), unit="files") as task:
-        for name in wanted:
-            try:
-                path = hub.hf_hub_download(
-                    repository, name, revision=info.sha, cache_dir=cache, endpoint=endpoint
-                )
-            except Exception as error:
-                raise _explained(error, reference) from error
-            task.advance(1)
-    return Path(path).parent
+    with progress.task(f"Downloading {repository}"):
+        try:
+            folder = hub.snapshot_download(
+                repository,
+                revision=info.sha,
+                allow_patterns=wanted,
+                cache_dir=cache,
+                endpoint=endpoint,
+            )
+        except Exception as error:
+            raise _explained(error, reference) from error
+    return Path(folder)
 
 
 def wanted_files(listed: list[str]) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,14 @@ from torch import Tensor
 from flatout.config.registry import ARCHITECTURES
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.exported import MODEL_TYPE
-from flatout.models.families.files import SAFETENSORS, WEIGHTS, open_tensors
+from flatout.models.families.files import SAFETENSORS, WEIGHTS, open_tensors, plain_name
 from flatout.models.families.hub import CONFIG, PREFIX, model_folder
-from flatout.models.families.table import OTHER_MODEL, Architecture
+from flatout.models.families.table import OTHER_MODEL, SAME, Architecture, TensorMap
+from flatout.models.language_model import LanguageModel
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject, read_json
-from flatout.storage.recognised import ADAPTER, LITGPT, TORCH_FILE, recognise
+from flatout.storage.recognised import ADAPTER, LITGPT, TORCH_FILE, kind_of, recognise
 
-OWN_FILES = ("config.yaml", "index.json")
-"""Files that identify a run or a checkpoint of flatout."""
 CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""
 MOST_NAMED = 3
@@ -34,31 +33,37 @@ class ForeignModel:
     """A model that another tool saved."""
 
     path: Path
-    architecture: Architecture
+    architecture: Architecture | None
+    """None if its tensors have the names of the run's own model, whatever that is."""
     keys: JsonObject
-    """The keys under `model.`, with `kind` and `vocab_size`."""
+    """The keys under `model.`, with `kind` and `vocab_size`. Empty without an architecture."""
 
 
 def is_foreign(init_from: str) -> bool:
-    """Return whether `train.init_from` names a model that another tool saved."""
+    """Return whether `train.init_from` names a model that another tool saved.
+
+    Only the file or directory itself decides, not the files next to it.
+    """
     if init_from.startswith(PREFIX):
         return True
     path = Path(init_from)
-    folder = path if path.is_dir() else path.parent
-    if any((folder / name).exists() for name in OWN_FILES):
-        return False
     if path.is_dir():
-        return any((path / name).exists() for name in (CONFIG, *WEIGHTS))
+        is_own = kind_of(path) in ("run", "checkpoint", "dataset")
+        return not is_own and any((path / name).exists() for name in (CONFIG, *WEIGHTS))
     known = recognise(path)
     return path.is_file() and (
-        path.suffix == SAFETENSORS or (known is not None and known.name == TORCH_FILE)
+        (path.suffix == SAFETENSORS and kind_of(path.parent) != "checkpoint")
+        or (known is not None and known.name == TORCH_FILE)
     )
 
 
-def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILENT) -> ForeignModel:
+def find_model(
+    init_from: str, *, whole: bool = True, for_run: bool = False, progress: Progress = SILENT
+) -> ForeignModel:
     """Return what `train.init_from` names. A model of the hub is downloaded.
 
-    Without `whole`, only its config.json is.
+    Without `whole`, only its config.json is. With `for_run`, it may be one of no known
+    architecture: the run's own model decides which tensors it has.
 
     Raises: CheckpointError when a file is missing or cannot be read; ConfigError when flatout has
             no such architecture; MissingPackage.
@@ -71,19 +76,16 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         raise CheckpointError(known.instead_of("a model that flatout reads"), fix=known.fix)
     config = (path if path.is_dir() else path.parent) / CONFIG
     families = [ARCHITECTURES.get(name) for name in ARCHITECTURES.names()]
-    if not config.is_file() or not (path.is_dir() or path.suffix in CONFIGURED):
+    is_configured = config.is_file() and (path.is_dir() or path.suffix in CONFIGURED)
+    document = read_json(config) if is_configured else {}
+    if isinstance(document, dict) and not {"model_type", "architectures"} & document.keys():
         files = open_tensors(path)
         for family in families:
             if (keys := family.recognise(files.shapes, files.others)) is not None:
                 return ForeignModel(path, family, keys)
-        first = ", ".join(sorted(files.shapes)[:MOST_NAMED])
-        raise CheckpointError(
-            f"{path} has no config.json, and its tensors ({first}, ...) do not tell its "
-            "architecture.",
-            fix="Put the model's config.json next to the weights, as model.safetensors or "
-            f"pytorch_model.bin. {OTHER_MODEL}",
-        )
-    document = read_json(config)
+        if for_run:
+            return ForeignModel(path, None, {})
+        raise _unknown(path, files.shapes)
     if not isinstance(document, dict):
         raise CheckpointError(f"{config} is not a mapping.", fix="Restore it from the repository.")
     kind = document.get("model_type")
@@ -116,15 +118,47 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         ) from error
 
 
+def _unknown(path: Path, shapes: Collection[str], problem: str = "") -> CheckpointError:
+    first = ", ".join(sorted(shapes)[:MOST_NAMED])
+    return CheckpointError(
+        f"No config.json tells the architecture of {path}, and its tensors ({first}, ...) do not "
+        f"either{problem}.",
+        fix="Put the model's config.json next to the weights, as model.safetensors or "
+        "pytorch_model.bin. If it is a module of your own, adapt it (docs/extend.md), and set "
+        f"model.kind and its keys. {OTHER_MODEL}",
+    )
+
+
 class ForeignWeights:
     """The tensors of a foreign model under flatout's names, each computed when it is asked for."""
 
-    def __init__(self, model: ForeignModel, config: Any) -> None:
-        """Open the files of a model. `config` is the checked configuration of flatout's model."""
-        self.path = model.path
-        self._files = open_tensors(model.path)
-        self._architecture = model.architecture
-        self._maps = {one.name: one for one in model.architecture.tensors(config)}
+    def __init__(self, found: ForeignModel, model: LanguageModel) -> None:
+        """Open the files of a model. `model` is flatout's, on any device."""
+        self.path = found.path
+        self._files = open_tensors(found.path)
+        self._family = family = found.architecture
+        self._also: dict[str, tuple[str, ...]] = {}
+        """Other names under which files may have a tensor: a file may omit one of two."""
+        maps = family.tensors(model.config) if family else self._own_maps(model)
+        self._maps = {one.name: one for one in maps}
+        if family is not None and HEADS[0] not in self._maps and HEADS[1] in self._maps:
+            self._also[self._maps[HEADS[1]].foreign[0]] = family.heads
+
+    def _own_maps(self, model: LanguageModel) -> list[TensorMap]:
+        """Return the tensors of the run's own model, whose names the files have."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), []).append(name)
+        starts = {plain_name(name).partition(".")[0] for own in names.values() for name in own}
+        there = {name.partition(".")[0] for name in self._files.shapes}
+        if len(there) == 1 and not there <= starts:  # the attribute of the object that held the model
+            self._files = self._files.inside(f"{there.pop()}.")
+        maps = []
+        for own in names.values():
+            first, *others = map(plain_name, own)
+            self._also[first] = tuple(others)
+            maps.append(TensorMap(own[0], (first,), *SAME))
+        return maps
 
     def names(self) -> list[str]:
         """Return the names of the tensors, those of flatout's model."""
@@ -163,8 +197,10 @@ class ForeignWeights:
             else:
                 parts = one.split(torch.empty(shapes[name], device="meta"))
                 wanted |= zip(stored, (tuple(part.shape) for part in parts), strict=True)
-        there, family = self._files.shapes, self._architecture
-        heads = [name for name in family.heads if name in there and name not in wanted]
+        there, family = self._files.shapes, self._family
+        known = family.heads if family else [one for also in self._also.values() for one in also]
+        ignored = family.ignored if family else ()
+        heads = [name for name in known if name in there and name not in wanted]
         problems = [f"it has no {name}" for name in wanted if name not in there]
         problems += [
             f"{name} is {list(there[name])}, and its configuration means {list(shape)}"
@@ -175,8 +211,10 @@ class ForeignWeights:
             f"it has {name}, which the architecture lacks"
             for name in there
             if name not in {*wanted, *heads}
-            and not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+            and not any(re.fullmatch(pattern, name) for pattern in ignored)
         ]
+        if problems and family is None:
+            raise _unknown(self.path, there, f", nor is it this run's model: {problems[0]}")
         if problems:
             listed = "; ".join(problems[:MOST_NAMED])
             if len(problems) > MOST_NAMED:
@@ -190,8 +228,8 @@ class ForeignWeights:
                 if lacks_head and len(problems) == 1
                 else "Get all files again from where the model was published.",
             )
-        own = next(key for key in HEADS if key in self._maps)
-        for name in heads:
+        own = next((key for key in HEADS if key in self._maps), "")
+        for name in heads if family else ():
             if not torch.equal(self._files.read(name), self.read(own)):
                 source = "the embedding" if own == HEADS[1] else self._maps[own].foreign[0]
                 raise CheckpointError(
@@ -203,5 +241,6 @@ class ForeignWeights:
 
     def _stored(self, name: str) -> str:
         """Return the name in the files, which may lack the family's prefix."""
-        bare = name.removeprefix(self._architecture.prefix)
-        return bare if name not in self._files.shapes and bare in self._files.shapes else name
+        prefix = self._family.prefix if self._family else ""
+        names = (name, name.removeprefix(prefix), *self._also.get(name, ()))
+        return next((one for one in names if one in self._files.shapes), name)

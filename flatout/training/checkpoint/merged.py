@@ -32,9 +32,10 @@ class _BaseModelWeights:
         model_class = MODELS.get(found.keys["kind"])
         own = {key: value for key, value in found.keys.items() if key != "kind"}
         config = model_class.check(own, seq_len=1)
-        self.shapes = shapes_of(model_class.on_meta(config, Ops.plain()))
+        model = model_class.on_meta(config, Ops.plain())
+        self.shapes = shapes_of(model)
         self.aliases: dict[str, str] = {}
-        self.read = ForeignWeights(found, config).read
+        self.read = ForeignWeights(found, model).read
 
 
 class MergedWeights:
@@ -139,7 +140,7 @@ def load_initial_weights(core: LanguageModel, source: Path, progress: Progress =
     Raises: CheckpointError when a tensor cannot be read or has a different shape.
     """
     weights = (
-        ForeignWeights(find_model(str(source)), core.config)
+        ForeignWeights(find_model(str(source), for_run=True), core)
         if is_foreign(str(source))
         else MergedWeights(source)
     )

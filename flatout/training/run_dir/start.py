@@ -16,7 +16,7 @@ from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.optim.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import JsonObject, parsing
-from flatout.storage.recognised import recognise
+from flatout.storage.recognised import kind_of, recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import CONFIG, EVENTS, LOCK, read_requested
 from flatout.training.run_dir.resume import LENGTH_KEYS, config_to_resume
@@ -162,7 +162,7 @@ def _is_empty(path: Path) -> bool:
 def _checkpoint_at(path: Path, progress: Progress) -> Path:
     """Return the complete checkpoint at `path`, or the newest one of the run at `path`."""
     known = recognise(path)
-    if known is not None and path.is_file():
+    if known is not None and kind_of(path) is None:
         raise CheckpointError(known.instead_of("a checkpoint"), fix=known.fix)
     if not path.is_dir():
         raise CheckpointError(

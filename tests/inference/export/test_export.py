@@ -14,6 +14,7 @@ from flatout.data.conversation.templates import CHAT_TEMPLATE, named_template
 from flatout.errors import OutputInUse
 from flatout.inference.export.destination import require_free
 from flatout.models.families.source import ForeignWeights, find_model
+from flatout.ops import Ops
 from flatout.storage.whole import MANIFEST
 from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import read_weights
@@ -37,8 +38,9 @@ def test_safetensors_have_flatouts_names_and_are_read_again(make_run, export_to)
     assert (written.model_class, written.needs_code) == (None, False)
     model = find_model(str(out))
     keys = {key: value for key, value in model.keys.items() if key != "kind"}
-    config = MODELS.get(model.keys["kind"]).check(keys, seq_len=16)
-    loaded = ForeignWeights(model, config)
+    model_class = MODELS.get(model.keys["kind"])
+    config = model_class.check(keys, seq_len=16)
+    loaded = ForeignWeights(model, model_class.on_meta(config, Ops.plain()))
     assert all(torch.equal(loaded.read(name), weight) for name, weight in stored.items())
 
 

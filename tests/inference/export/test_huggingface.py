@@ -19,6 +19,7 @@ from flatout.inference.export.shards import INDEX
 from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
 from flatout.models.families.source import ForeignWeights, find_model
+from flatout.ops import Ops
 from flatout.training.checkpoint.read_write import read_weights
 
 ALL = {**SHAPES, **OWN_SHAPES}
@@ -34,8 +35,9 @@ def test_an_export_is_read_bit_for_bit(make_run, export_to, shape):
     assert written.needs_code == (shape in OWN_SHAPES)
     model = find_model(str(out))
     keys = {key: value for key, value in model.keys.items() if key != "kind"}
-    config = MODELS.get(model.keys["kind"]).check(keys, seq_len=16)
-    loaded = ForeignWeights(model, config)
+    model_class = MODELS.get(model.keys["kind"])
+    config = model_class.check(keys, seq_len=16)
+    loaded = ForeignWeights(model, model_class.on_meta(config, Ops.plain()))
     stored = read_weights(run / "checkpoints" / "step-0")
     assert set(stored) <= set(loaded.names())
     for name in loaded.names():

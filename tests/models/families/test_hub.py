@@ -61,9 +61,12 @@ def hub(tmp_path):
             repository, _, revision = self.path.removeprefix("/api/models/").partition("/revision/")
             error = ERRORS.get(repository, ERRORS.get(revision))
             names = sorted(path.name for path in folder.iterdir())
+            if "/tree/" in self.path:
+                files = [{"type": "file", "path": name, "oid": "0", "size": 1} for name in names]
+                return self.send(json.dumps(files).encode(), None)
             found = {"id": repository, "sha": COMMIT}
             found["siblings"] = [{"rfilename": name} for name in names]
-            self.send(json.dumps(found).encode(), error)
+            return self.send(json.dumps(found).encode(), error)
 
         def answer_file(self):
             file = folder / self.path.rpartition("/")[2]

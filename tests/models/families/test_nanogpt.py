@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from foreign_models import TOKENS, config_of, draw, empty_model
+from foreign_models import TOKENS, draw, empty_model
 from torch.nn import functional
 
 from flatout.errors import ConfigError
@@ -66,8 +66,8 @@ def test_a_checkpoint_computes_the_same_logits(tmp_path, bias):
     torch.save(checkpoint(bias=bias), tmp_path / "ckpt.pt")
     for path in (tmp_path, tmp_path / "ckpt.pt"):
         found = find_model(str(path))
-        weights = ForeignWeights(found, config_of(found.keys))
         model = empty_model(found.keys)
+        weights = ForeignWeights(found, model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         weights.require_fit(shapes)
         model.load_state_dict({name: weights.read(name) for name in shapes})

@@ -30,8 +30,9 @@ def theirs(tmp_path):
 def fit(path, **changes):
     found = find_model(str(path))
     keys = found.keys | changes
-    shapes = {name: tuple(value.shape) for name, value in empty_model(keys).state_dict().items()}
-    weights = ForeignWeights(found, config_of(keys))
+    model = empty_model(keys)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    weights = ForeignWeights(found, model)
     weights.require_fit(shapes)
     return weights
 
@@ -52,8 +53,13 @@ def test_models_of_other_programs_are_distinguished_from_runs(theirs, tmp_path):
     assert not is_foreign(str(tmp_path / "only" / "train.bin"))
     for name in ("config.yaml", "index.json"):
         (theirs / name).write_text("")
-        assert not is_foreign(str(theirs))
-        (theirs / name).unlink()
+        assert is_foreign(str(theirs)), "a file that lies beside the weights decides nothing"
+        assert is_foreign(str(theirs / "model.safetensors"))
+    (theirs / "events.jsonl").write_text("")
+    assert not is_foreign(str(theirs)), "now it is a run"
+    (theirs / "config.yaml").unlink()
+    (theirs / "manifest.json").write_text('{"kind": "checkpoint"}')
+    assert not is_foreign(str(theirs / "model.safetensors"))
     assert not is_foreign(str(tmp_path / "missing"))
 
 
@@ -66,6 +72,18 @@ def test_every_tensor_is_read_under_its_name(tmp_path, name):
     assert sorted(weights.names()) == sorted(wanted)
     for key, tensor in wanted.items():
         assert torch.equal(weights.read(key), tensor)
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "transformer.wte.weight"])
+def test_a_tied_head_is_read_under_either_of_its_names(tmp_path, kept):
+    """A save of accelerate omits one name of tensors that share memory."""
+    document = DOCUMENTS["gpt2"]
+    whole = foreign_weights(document)
+    shared = whole.pop("transformer.wte.weight")
+    whole.pop("lm_head.weight", None)
+    write_model(tmp_path, document)
+    save_file(whole | {kept: shared}, tmp_path / "model.safetensors")
+    assert torch.equal(fit(tmp_path).read("token_embedding.weight"), shared.float())
 
 
 def test_the_prefix_of_the_family_may_be_absent(tmp_path):
@@ -282,7 +300,7 @@ def test_code_of_the_directory_is_never_imported(theirs, monkeypatch):
     [
         ('{"model_type": "lama"}', ConfigError, "architecture 'lama', which flatout does not read"),
         ('{"model_type": "mixtral", "num_local_experts": 8}', ConfigError, "a mixture of experts"),
-        ("{}", ConfigError, "has no model_type"),
+        ("{}", CheckpointError, "No config.json tells the architecture"),
         ("[]", CheckpointError, "not a mapping"),
         ("{", CheckpointError, "not JSON"),
     ],
@@ -295,5 +313,5 @@ def test_other_files_named_config_are_rejected(theirs, text, error, message):
 
 def test_a_file_of_unknown_tensors_is_rejected(tmp_path):
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"has no config\.json, and its tensors \(a, b, "):
+    with pytest.raises(CheckpointError, match=r"and its tensors \(a, b, \.\.\.\) do not either"):
         find_model(str(tmp_path / "x.safetensors"))

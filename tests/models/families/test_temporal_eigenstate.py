@@ -89,7 +89,7 @@ def test_logits_agree_in_fp64(tmp_path, ops):
     config = config_of(found.keys)
     assert (config.max_seq_len, config.num_eigenstates, config.num_heads) == (20, STATES, HEADS)
     model = Eigenstate(config, ops).double().eval()
-    files = ForeignWeights(found, config)
+    files = ForeignWeights(found, model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     files.require_fit(shapes)
     model.load_state_dict({name: files.read(name) for name in shapes})
