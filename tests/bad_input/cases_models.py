@@ -212,7 +212,7 @@ CASES = [
     Case(
         "a file of weights that do not tell what they are",
         "train bare.yaml train.init_from=best_model.pt",
-        ("best_model.pt has no config.json", "do not tell its architecture"),
+        ("the architecture of best_model.pt", "nor is it this run's model"),
         ("Put the model's config.json next to the weights",),
         unnamed,
     ),

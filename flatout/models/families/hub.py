@@ -75,7 +75,7 @@ def model_folder(
         )
     with progress.task(f"Downloading {repository}"):
         try:
-            folder = hub.snapshot_download(
+            found = hub.snapshot_download(
                 repository,
                 revision=info.sha,
                 allow_patterns=wanted,
@@ -84,7 +84,7 @@ def model_folder(
             )
         except Exception as error:
             raise _explained(error, reference) from error
-    return Path(folder)
+    return Path(found)
 
 
 def wanted_files(listed: list[str]) -> list[str]:

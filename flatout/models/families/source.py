@@ -151,7 +151,7 @@ class ForeignWeights:
             names.setdefault(id(tensor), []).append(name)
         starts = {plain_name(name).partition(".")[0] for own in names.values() for name in own}
         there = {name.partition(".")[0] for name in self._files.shapes}
-        if len(there) == 1 and not there <= starts:  # the attribute of the object that held the model
+        if len(there) == 1 and not there <= starts:  # the attribute that held the model
             self._files = self._files.inside(f"{there.pop()}.")
         maps = []
         for own in names.values():
