@@ -70,7 +70,8 @@ def test_code_named_in_an_edited_config_is_rejected_before_advice_repeats_it(
     document[section] = (
         {**document[section], name: "runs.gift.weights:X"} if name else ["runs.gift.weights:X"]
     )
-    edited.write_text(json.dumps({"requested": config().to_dict(), "resolved": document}))
+    sections = {"requested": config().to_dict(), "resolved": document}
+    edited.write_text(f"{json.dumps(sections)}\n...\n")
     with pytest.raises(UntrustedCode) as refused:
         config_to_resume(edited.parent, config())
     assert "=runs.gift" not in refused.value.fix

@@ -51,7 +51,7 @@ class Gift:
         section = document["resolved"]
         for key, value in layer.items():
             section[key] = section[key] | value if isinstance(value, dict) else value
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(document))
+        (self.folder / "config.yaml").write_text(f"{yaml.safe_dump(document)}...\n")
         return self
 
     @property

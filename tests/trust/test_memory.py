@@ -54,7 +54,7 @@ def test_another_run_is_not_trusted(gift, change, tmp_path):
         shutil.rmtree(folder)
         folder.mkdir()
         stored = "{model: {kind: 'runs.gift.other:Model'}}"
-        (folder / "config.yaml").write_text(f"requested: {{}}\nresolved: {stored}\n")
+        (folder / "config.yaml").write_text(f"requested: {{}}\nresolved: {stored}\n...\n")
     with pytest.raises(UntrustedCode):
         layout.trusted_config(folder)
 

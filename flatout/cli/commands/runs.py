@@ -52,13 +52,15 @@ class RunItem(Stored):
     train_loss: Loss
     """Last recorded training loss, in nats per token."""
     val_loss: ValidationLoss
-    """Last recorded validation loss, in nats per token."""
+    """Last recorded validation loss, in nats per token. Of a finished run, on the whole split."""
     checkpoints: list[int]
     """Steps that have a checkpoint."""
     bytes: Bytes
     """Size of the run directory and its checkpoints."""
     age_s: Age
     """Seconds since its last record or event."""
+    problems: tuple[str, ...] = ()
+    """What is damaged or missing in its files, one sentence each."""
     settings: Annotated[JsonObject, Show("settings", record=lambda item: item.differences())]
     """The keys in which runs of its recipe differ, and the recipe's `name` if several are listed.
 
@@ -122,6 +124,7 @@ class RunsResult(Result):
             return ["There are no runs yet. `flatout demo` starts one."]
         run = in_shell(self.items[0].run)
         notes = [f"Deleted {path}" for path in self.removed]
+        notes += self.items[0].problems if self.checkpoints else ()
         notes += [item.problems[0] for item in self.checkpoints if item.problems]
         if self.checkpoints:
             notes.append(f"`flatout verify {run}` reads every file of the checkpoints.")
@@ -297,7 +300,7 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         end = (config and config.train.steps) or end
     if (path / catalog.CHECKPOINTS).is_symlink():
         size += sum(map(folder_bytes, saved))
-    last = {k: v for each in log.records() if each["step"] <= end for k, v in each.items()}
+    last = log.latest(end)
     written = [path / name for name in WRITTEN if (path / name).exists()]
     checkpoints = list(map(catalog.step_of, saved))
     return RunItem(
@@ -310,6 +313,7 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         checkpoints=checkpoints,
         bytes=size,
         age_s=_since(_changed_s(*(written or [path / layout.CONFIG]))),
+        problems=tuple(log.notes),
         settings=settings,
     )
 

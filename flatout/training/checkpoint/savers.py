@@ -235,7 +235,7 @@ class Saver:
             progress.say(f"Step {pending.step} could not be saved: {error}")
         else:
             if not pending.remaining:
-                self._record(pending, progress)
+                self._record(pending)
 
     def abandon(self) -> None:
         """Let a thread that still writes remove the files instead of completing the checkpoint.
@@ -273,9 +273,9 @@ class Saver:
             self._pending = None
         pending.blocked_s += time.perf_counter() - began_s
         if self._pending is None:
-            self._record(pending, progress)
+            self._record(pending)
 
-    def _record(self, pending: _Pending, progress: Progress) -> None:
+    def _record(self, pending: _Pending) -> None:
         seconds = time.perf_counter() - pending.began_s
         self._saved.append(Saved(pending.step, pending.path, seconds, pending.blocked_s))
 

@@ -45,7 +45,9 @@ CONFIG, EVENTS, METRICS, EXIT_CODE, LOCK = (
     "exit_code",
     "lock",
 )
-REQUESTED, RESOLVED = "requested", "resolved"
+REQUESTED, RESOLVED = SECTIONS = "requested", "resolved"
+END = "...\n"
+"""The end of config.yaml, as YAML marks it: without it, the file was cut."""
 BOARD, WANDB_FILES, WATCHDOG = "tensorboard", "wandb", "watchdog.txt"
 SKIPPED = "train/skipped_steps"
 """All bad steps of the run so far. A record has it if there were any."""
@@ -78,7 +80,7 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
         REQUESTED: (requested or read_requested(folder) or config).to_dict(),
         RESOLVED: config.to_dict(),
     }
-    write_text(folder / CONFIG, dump_yaml(sections))
+    write_text(folder / CONFIG, f"{dump_yaml(sections)}{END}")
     if requested is not None:
         trust.remember(folder, requested.references())
 
@@ -118,12 +120,11 @@ def read_sections(folder: Path) -> JsonObject:
     """
     path = folder / CONFIG
     document = read_document(path)
-    one, other = document.get(REQUESTED), document.get(RESOLVED)
-    # a file that was cut lacks the last settings
-    if not (isinstance(one, dict) and isinstance(other, dict)) or one.keys() - other:
+    is_whole = f"\n{read_regular(path)}".rstrip().endswith(f"\n{END.rstrip()}")
+    if not is_whole or not all(isinstance(document.get(key), dict) for key in SECTIONS):
         raise ConfigError(
-            f"{path} has no settings under `requested` and `resolved`: it is damaged, or an "
-            "earlier version of flatout wrote it.",
+            f"{path} has no settings under `requested` and `resolved`, or does not end with `...`: "
+            "it was cut, or an earlier version of flatout wrote it.",
             fix=f"{RESTORE} A run of an earlier version is trained again.",
         )
     return document

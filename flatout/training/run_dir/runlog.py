@@ -21,6 +21,7 @@ from flatout.config.schema import flat
 from flatout.errors import FlatoutError, RunFailed, Stopped
 from flatout.progress import counted
 from flatout.storage.json_io import JsonObject, LineReader, finite_numbers, is_finite
+from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import is_locked
 
@@ -75,7 +76,7 @@ class RunLog:
             return "finished"
         codes = [event.get("code") for event in self.attempt if event["event"] == "exit"]
         if not codes:
-            return "killed" if self.events else "new"
+            return "killed" if self.events or catalog.has_saved(self.path) else "new"
         if codes[-1] in INTERRUPTED:
             return "interrupted"
         return "stopped" if codes[-1] == Stopped.exit_code else "failed"
@@ -101,9 +102,23 @@ class RunLog:
         """Yield the finite numbers of each line of metrics.jsonl that states a step."""
         return map(finite_numbers, self.lines())
 
+    def latest(self, last_step: float) -> dict[str, float]:
+        """Return the last value of each metric up to a step. A summary has the last results."""
+        steps = (each for each in self.records() if each["step"] <= last_step)
+        found = {name: value for each in steps for name, value in each.items()}
+        names = {"step": "steps", "train/loss": "train_loss", "val/loss": "val_loss"}
+        summary = self.summary or {}
+        return found | finite_numbers({name: summary.get(key) for name, key in names.items()})
+
     @cached_property
     def _journal(self) -> list[JsonObject]:
-        return [one for one in self._read(layout.EVENTS) if isinstance(one.get("event"), str)]
+        found = [one for one in self._read(layout.EVENTS) if isinstance(one.get("event"), str)]
+        if not found and catalog.has_saved(self.path):
+            self.notes.append(
+                f"{self.path / layout.EVENTS} is missing: what the run recorded before, and "
+                "whether it had finished, is not known."
+            )
+        return found
 
     @cached_property
     def events(self) -> list[JsonObject]:

@@ -6,7 +6,7 @@ trained, is a new directory: `--resume RUN/checkpoints/step-N --run-dir NEW`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,6 +73,8 @@ def find_start(
             fix="A new run starts from it: choose a different directory with --run-dir DIR.",
         )
     stored = config_to_resume(folder, requested, trust_code=trust_code)
+    for note in log.notes:
+        progress.say(note)
     rejected = log.rejected.intersection(catalog.steps(folder))
     if is_own(path, folder):
         rejected.discard(catalog.step_of(path))  # the user insists
@@ -82,8 +84,9 @@ def find_start(
             raise _goes_back(folder, _checkpoint_at(Path(resume), progress), newest)
         start = Start(stored, newest)
         if newer := sorted(step for step in rejected if step > catalog.step_of(newest)):
+            named = ", ".join(f"step-{step}" for step in newer)
             message = (
-                f"Resuming from {_listed(newer)} has ended in bad steps again: resuming from "
+                f"Resuming from {named} has ended in bad steps again: resuming from "
                 f"{newest.name}, the checkpoint before."
             )
             start = replace(start, rejected=tuple(newer), message=message)
@@ -91,7 +94,7 @@ def find_start(
             message = f"Resuming from {newest.name} of {folder}, which continues "
             start = replace(start, message=f"{message}{origin.checkpoint}.")
     elif rejected:
-        raise _none_sound(folder, rejected)
+        raise _none_sound(folder)
     elif origin and is_here:
         found = _checkpoint_of(origin, folder, progress)
         start = Start(stored, found, message=f"Resuming from {found}, where this run started.")
@@ -113,14 +116,10 @@ def find_start(
     return replace(start, requested=None, summary=summary, message=message)
 
 
-def _listed(steps: Iterable[int]) -> str:
-    return ", ".join(f"step-{step}" for step in sorted(steps))
-
-
-def _none_sound(folder: Path, rejected: Iterable[int]) -> CheckpointError:
+def _none_sound(folder: Path) -> CheckpointError:
     return CheckpointError(
-        f"Every start of {folder} from its checkpoints ({_listed(rejected)}) has ended in values "
-        "that are not finite, or that differ between ranks.",
+        f"Every start from a checkpoint of {folder} has ended in values that are not finite, or "
+        "that differ between ranks.",
         fix="If a device computed wrong values, start a new run on another machine, from an "
         "uploaded checkpoint if there is one. Otherwise lower optim.lr or raise schedule.warmup, "
         f"and start a new run: `--resume {in_shell(folder)} --run-dir DIR` keeps its progress. "

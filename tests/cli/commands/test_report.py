@@ -30,7 +30,7 @@ def make_run(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         if config is not None:
             (folder / "config.yaml").write_text(
-                f"requested: {{{config}}}\nresolved: {{{config}}}\n"
+                f"requested: {{{config}}}\nresolved: {{{config}}}\n...\n"
             )
         lines = [json.dumps({"step": s, "train/loss": 1.0}) + "\n" for s in range(records)]
         (folder / "metrics.jsonl").write_text("".join(lines))

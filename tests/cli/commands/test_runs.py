@@ -75,6 +75,21 @@ def test_losses_and_steps_are_the_latest(tmp_path):
     assert line.split()[:4] == [str(tmp_path / "run"), "killed", "30/100", "2.3457"]
 
 
+def test_a_finished_run_whose_metrics_were_cut_has_the_results_of_its_summary(tmp_path):
+    summary = {"steps": 100, "train_loss": 2.5, "val_loss": 2.75}
+    make(tmp_path / "run", summary=summary, records=[{"step": 10, "train/loss": 3.0}])
+    (item,) = runs(tmp_path).items
+    assert (item.step, item.train_loss, item.val_loss) == (100, 2.5, 2.75)
+
+
+def test_a_run_whose_journal_was_deleted_says_so(tmp_path):
+    make(tmp_path / "run", event=None)
+    (tmp_path / "run" / "checkpoints" / "step-20").mkdir(parents=True)
+    found = runs(tmp_path / "run")
+    assert found.items[0].state == "killed"
+    assert "events.jsonl is missing" in found.notes[0]
+
+
 def test_size_and_age_count_files_of_the_run_and_its_checkpoints_on_another_disk(tmp_path):
     folder = tmp_path / "runs" / "run"
     make(folder, event=None)

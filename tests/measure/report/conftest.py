@@ -49,7 +49,8 @@ def make_run(tmp_path):
             records = [training(step) for step in range(1, 21)]
         if config is not None:
             section = indent(config, "  ")
-            (folder / "config.yaml").write_text(f"requested:\n{section}\nresolved:\n{section}\n")
+            text = f"requested:\n{section}\nresolved:\n{section}\n...\n"
+            (folder / "config.yaml").write_text(text)
         if summary is not None:
             events = [*events, {"event": "end", **summary}]
         for file, lines in (("metrics.jsonl", records), ("events.jsonl", events)):

@@ -80,7 +80,7 @@ TABLE = {
     ),
     "all bad": (
         {"saved": [5], "journal": ["save 5", "resume 5", *2 * ["divergence 7"]]},
-        [], "auto", r"! Every start of .*run .*\(step-5\) .*--resume .*run --run-dir DIR",
+        [], "auto", r"! Every start from a checkpoint of .*--resume .*run --run-dir DIR",
     ),
     # lengths
     "longer": (
