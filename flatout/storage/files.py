@@ -373,7 +373,7 @@ def not_written(out: Path | str, error: Exception) -> DataError:
         fix = unless_broken(error, "Free space there. Then run the same command again.")
         return Unfinished(f"Cannot write {out}: {reason}.", fix=fix)
     return DataError(
-        f"Cannot write {out}: {reason}.", fix="Use --out to choose a writable directory."
+        f"Cannot write {out}: {reason}.", fix="Choose a directory that can be written."
     )
 
 

@@ -42,6 +42,7 @@ def send(folder: Path, url: str, progress: Progress) -> tuple[str, int]:
     Raises: DataError, CheckpointError when the directory is not complete, or the server fails.
     """
     url = _checked(url)
+    RemoteFolder(url)  # a URL that is read-only is rejected before anything is checked here
     if (folder / CONFIG).is_file():
         if catalog.latest(folder, progress=progress) is None:
             raise CheckpointError(

@@ -55,9 +55,10 @@ class GivenUp(CheckpointError):
 
 
 class Uploader(Quiet):
-    """An observer that uploads every saved checkpoint of a run directory to `url`.
+    """Keeps the remote copy of a run directory at `url` up to date.
 
-    `claim` comes first, then `start`, and `close` at the end.
+    `send_all` does, and as an observer it does so in a thread after every save: `claim` comes
+    first, then `start`, and `close` at the end.
     """
 
     def __init__(self, run_folder: Path, url: str, config: CheckpointConfig) -> None:
@@ -66,7 +67,6 @@ class Uploader(Quiet):
         self._run_folder = run_folder
         self._store = RemoteCopy(url)
         self._config = config
-        self._is_claimed = False
         self._there: dict[str, bool] | None = None
         """The checkpoints there by name, and whether each is complete. None when not known."""
         self._news: SimpleQueue[tuple[str, JsonObject]] = SimpleQueue()
@@ -77,32 +77,33 @@ class Uploader(Quiet):
         self._report: Report
         self._thread = Thread(target=self._work, name="flatout-upload", daemon=True)
 
-    def claim(self) -> None:
-        """Check that the URL can be written and has no checkpoints of a different run.
+    def claim(self) -> dict[str, bool]:
+        """Return the checkpoints there by name, and whether each is complete.
 
-        Both journals of one run begin with the same line.
+        Checked is that the URL can be written and has no checkpoints of a different run: both
+        journals of one run begin with the same line.
         Raises: CheckpointError when it has; DataError.
         """
-        if any(map(self._is_whole, self._store.names())):
-            journal = self._run_folder / EVENTS
-            first = self._first_line_there()
-            if first and journal.exists() and not journal.read_bytes().startswith(first):
+        there = {name: self._is_whole(name) for name in self._store.names()}
+        journal = self._run_folder / EVENTS
+        if any(there.values()) and journal.exists():
+            first = b""
+            try:
+                with open_remote(f"{self._store.url}/{EVENTS}") as file:
+                    first = file.readline()
+            except Unreachable:
+                raise
+            except DataError:  # missing, or not readable: the next checkpoint brings it again
+                pass
+            if not journal.read_bytes().startswith(first):
                 raise CheckpointError(
                     f"{self.url} contains the checkpoints of another run.",
                     fix="Choose a run directory with a different name with --run-dir DIR, or set "
                     "a different checkpoint.upload.",
                 )
         self._send_run_files([CONFIG])
-        self._is_claimed = True
-
-    def _first_line_there(self) -> bytes | None:
-        try:
-            with open_remote(f"{self._store.url}/{EVENTS}") as file:
-                return file.readline()
-        except Unreachable:
-            raise
-        except DataError:  # missing, or not readable: the next checkpoint brings it again
-            return None
+        self._there = there
+        return there
 
     def start(self, report: Report) -> None:
         """Start the thread. `report` is called in this one."""
@@ -146,7 +147,7 @@ class Uploader(Quiet):
             self._given_up.set()
         self.on_tick(0, 0)
         there = self._there or {}
-        unsent = sorted(step_at(name) for name in self._local() if not there.get(name))
+        unsent = sorted(step for name, step in self._local().items() if not there.get(name))
         if unsent:
             reason = self._reason or "there was too little time"
             self._report("upload_pending", steps=unsent, url=self.url, reason=reason)
@@ -181,23 +182,19 @@ class Uploader(Quiet):
         self._reason = reason
 
     def send_all(self, *, with_run_files: bool) -> int:
-        """Send what the remote copy lacks, and return the bytes.
+        """Send what the remote copy lacks, the newest checkpoint first, and return the bytes.
 
         What the configuration does not keep is deleted there.
 
-        Raises: as `push`; GivenUp.
+        Raises: as `push` and `claim`; GivenUp.
         """
-        if not self._is_claimed:
-            self.claim()
-        if self._there is None:
-            self._there = {name: self._is_whole(name) for name in self._store.names()}
+        there = self.claim() if self._there is None else self._there
         num_bytes = 0
-        self._prune(self._there)
-        while (step := self._next_step(self._there)) is not None:
-            with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
-                if source is not None:
-                    num_bytes += self._send_checkpoint(step, source, work, self._there)
-            self._prune(self._there)
+        self._prune(there)
+        while unsent := [step for name, step in self._local().items() if not there.get(name)]:
+            self._moved()
+            num_bytes += self._send_checkpoint(max(unsent), there)
+            self._prune(there)
         if with_run_files:
             self._send_run_files(RUN_FILES)
         return num_bytes
@@ -210,38 +207,39 @@ class Uploader(Quiet):
         except DataError:  # what cannot be read back is sent again
             return name not in self._local()
 
-    def _next_step(self, there: dict[str, bool]) -> int | None:
-        """Return the newest step here that is not uploaded."""
-        self._require_time()
-        return max((step_at(name) for name in self._local() if not there.get(name)), default=None)
-
-    def _send_checkpoint(self, step: int, source: Path, work: Path, there: dict[str, bool]) -> int:
+    def _send_checkpoint(self, step: int, there: dict[str, bool]) -> int:
         """Send a checkpoint: its files, those of the run, and its manifest last."""
         began_s = time.monotonic()
-        name = name_of(f"step-{step}", (source / MANIFEST).read_bytes())
-        there[name] = False
-
-        def send_run_files() -> None:
-            self._send_run_files(RUN_FILES)
-            self._require_time()
-
-        num_bytes = push(
-            source,
-            f"{self._store.url}/{name}",
-            [path.name for path in source.iterdir() if path.name != MANIFEST],
-            packed_in=work if self._config.compress else None,
-            before_manifest=send_run_files,
-            moved=self._moved,
-        )
+        with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
+            if source is None:
+                return 0
+            name = name_of(f"step-{step}", (source / MANIFEST).read_bytes())
+            there[name] = False
+            num_bytes = push(
+                source,
+                f"{self._store.url}/{name}",
+                [path.name for path in source.iterdir() if path.name != MANIFEST],
+                packed_in=work if self._config.compress else None,
+                before_manifest=partial(self._send_run_files, RUN_FILES),
+                moved=self._moved,
+            )
         there[name] = True
         seconds = round(time.monotonic() - began_s, 3)
         fields = {"step": step, "url": self.url, "bytes": num_bytes, "seconds": seconds}
         self._news.put(("upload", fields))
         return num_bytes
 
-    def _moved(self, num_bytes: int) -> None:
+    def _moved(self, _num_bytes: int = 0) -> None:
+        """Note that the store answers. After the run's end, nothing may be sent any more.
+
+        Raises: GivenUp.
+        """
         self._moved_s = time.monotonic()
-        self._require_time()
+        if self._given_up.is_set():
+            raise GivenUp(
+                f"The run ended before {self.url} was complete.",
+                fix="Start it again: the rest is sent.",
+            )
 
     def _send_run_files(self, names: Iterable[str]) -> None:
         """Send files of the run directory. Copies are sent: metrics and events grow meanwhile."""
@@ -250,15 +248,7 @@ class Uploader(Quiet):
                 if (self._run_folder / name).is_file():
                     copy = Path(shutil.copyfile(self._run_folder / name, Path(work) / "copy"))
                     self._store.top.send(copy, name)
-                    self._moved_s = time.monotonic()
-
-    def _require_time(self) -> None:
-        """Check that the run still waits: after its end, nothing may be sent or written."""
-        if self._given_up.is_set():
-            raise GivenUp(
-                f"The run ended before {self.url} was complete.",
-                fix="Start it again: the rest is sent.",
-            )
+        self._moved()
 
     def _prune(self, there: dict[str, bool]) -> None:
         """Delete there what the configuration does not keep, once the newest here is complete.
@@ -266,30 +256,30 @@ class Uploader(Quiet):
         Also what killed uploads left, and earlier copies of the steps that are here.
         """
         local = self._local()
-        newest = max(local, key=step_at, default="")
+        newest = max(local, key=lambda name: local[name], default="")
         if not there.get(newest):
             return
-        best, sent = None, {step_at(name) for name in local if there.get(name)}
+        best, sent = None, {step for name, step in local.items() if there.get(name)}
         with suppress(CheckpointError):
-            best = catalog.best_step_of(catalog.checkpoint_path(self._run_folder, step_at(newest)))
+            best = catalog.best_step_of(catalog.checkpoint_path(self._run_folder, local[newest]))
         kept = catalog.kept(
             {step_at(name) for name in there if there[name]},
             catalog.newest_to_keep(self._config),
             best,
             self._config.keep_every,
         )
-        for name in there.keys() - local:
+        for name in there.keys() - local.keys():
             if not there[name] or step_at(name) in sent or step_at(name) not in kept:
                 self._store.delete(name)
                 del there[name]
 
-    def _local(self) -> set[str]:
-        """Return the names that the run directory's checkpoints have in the remote copy."""
-        found = set()
+    def _local(self) -> dict[str, int]:
+        """Return the steps of the run directory's checkpoints by their names in the remote copy."""
+        found = {}
         for step in catalog.steps(self._run_folder):
             with suppress(FileNotFoundError):  # deleted meanwhile
                 path = catalog.checkpoint_path(self._run_folder, step)
-                found.add(name_of(path.name, (path / MANIFEST).read_bytes()))
+                found[name_of(path.name, (path / MANIFEST).read_bytes())] = step
         return found
 
 
@@ -356,12 +346,11 @@ def sending(
     uploader.start(report)
     try:
         yield
-    except KeyboardInterrupt:  # a second Ctrl+C waits for nothing
-        uploader.close(progress, lambda: math.inf, advanced)
-        raise
-    except BaseException:
-        failed_s = time.monotonic()
-        uploader.close(progress, lambda: since_stop_s() or time.monotonic() - failed_s, advanced)
+    except BaseException as error:
+        failed_s = -math.inf if isinstance(error, KeyboardInterrupt) else time.monotonic()
+        uploader.close(
+            progress, lambda: max(since_stop_s() or 0.0, time.monotonic() - failed_s), advanced
+        )
         raise
     uploader.close(progress, since_stop_s, advanced)
 

@@ -64,6 +64,8 @@ def test_what_is_not_whole_or_in_use_is_rejected(tiny_set, tmp_path):
     there = (tmp_path / "store").as_uri()
     with pytest.raises(UsageError, match="is not a URL"):
         flatout.push(tiny_set, "store")
+    with pytest.raises(DataError, match="read-only"):  # before anything is checked here
+        flatout.push(tmp_path, "https://example.org/data")
     with pytest.raises(DataError, match="no whole directory"):
         flatout.pull(there, tmp_path / "copy")
     sent = flatout.push(tiny_set, there)
