@@ -102,7 +102,7 @@ a report in place of another file
     book.txt exists and is not a report -> --out
 a report in a directory that does not exist
     report first --out pages/first.html
-    Cannot write pages -> --out
+    Cannot write pages -> Choose a directory
 a URL as the directory of `runs`
     runs gs://bucket/runs
     gs://bucket/runs is a URL -> a local path

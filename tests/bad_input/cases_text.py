@@ -202,7 +202,7 @@ CASES = [
         "--out without write permission",
         "prepare book.txt --out closed/new --tokenizer byte",
         ("closed/new", "Permission denied"),
-        "--out",
+        "Choose a directory",
         lambda w: w.protect("closed"),
     ),
     case(

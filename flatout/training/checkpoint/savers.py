@@ -1,4 +1,4 @@
-"""Savers of a run's state: one waits for the disk, one writes a copy of the state in a thread.
+"""Saves a run's state in a thread, while training continues on a copy of it, or waits.
 
 A save has stages: a snapshot in the loop, a write on every rank, a merge on rank 0. All
 ranks agree between stages, in the loop. A kill at any moment leaves earlier checkpoints untouched.
@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
@@ -75,7 +75,6 @@ class _Pending:
     mesh: Mesh
     began_s: float
     blocked_s: float = 0.0
-    is_copied: bool = False
     is_abandoned: bool = False
     remaining: list[Callable[[], object]] = field(default_factory=list)
     """The stages that have not been started."""
@@ -83,9 +82,9 @@ class _Pending:
     """The stage that has been started last."""
 
     def start(self) -> None:
-        """Start the next stage: in the loop, or in a thread if the state is copied.
+        """Start the next stage in a thread.
 
-        A process that exits does not wait for the thread: a half-written checkpoint does not count.
+        A process that exits does not wait for it: a half-written checkpoint does not count.
         """
         job, work = Job(), self.remaining.pop(0)
 
@@ -97,10 +96,7 @@ class _Pending:
                 job.set_exception(error)
 
         self.job = job
-        if self.is_copied:
-            Thread(target=do, name="checkpoint", daemon=True).start()
-        else:
-            do()
+        Thread(target=do, name="checkpoint", daemon=True).start()
 
     def remove(self) -> None:
         """Delete what has been written."""
@@ -109,9 +105,9 @@ class _Pending:
 
 
 class Saver:
-    """Writes one checkpoint at a time: in the loop, or with a `copy` of the state in a thread.
+    """Writes one checkpoint at a time. Without a `copy` of the state, `save` waits for it.
 
-    The files are the same. Every rank calls every method, at the same points.
+    Every rank calls every method, at the same points.
     """
 
     def __init__(self, copy: HostCopy | None = None) -> None:
@@ -156,9 +152,8 @@ class Saver:
             if copy is None:
                 return snapshot
             if copy.has_room(bytes_of(snapshot.tensors), run):
-                pending.is_copied = True
                 copies = copy.of(snapshot.tensors, snapshot.buffers, mesh.device)
-                return replace(snapshot, tensors=copies)
+                return replace(snapshot, tensors=copies, is_copied=True)
             progress.say(
                 "The host has no memory for a copy of the state: "
                 "the loop waits until it is written."
@@ -166,7 +161,7 @@ class Saver:
             return snapshot
 
         def write() -> None:
-            if copy is not None and pending.is_copied:
+            if copy is not None:
                 copy.wait()
             write_share(snapshot, pending.temporary)
 
@@ -181,19 +176,18 @@ class Saver:
             write()
             merge()
 
-        with nullcontext() if copy else progress.task(f"Saving step {run.step}"):
-            try:
-                together(mesh, make if mesh.is_main else lambda: None, WRITING)
-                snapshot = together(mesh, taken, WRITING)
-            except BaseException:
-                pending.remove()
-                raise
-            pending.remaining = [write_and_merge] if mesh.world_size == 1 else [write, merge]
-            pending.start()
-            self._pending, self.newest_step = pending, run.step
-            pending.blocked_s = time.perf_counter() - began_s
-            while copy is None and self._pending is not None:
-                self._advance(pending, progress)
+        try:
+            together(mesh, make if mesh.is_main else lambda: None, WRITING)
+            snapshot = together(mesh, taken, WRITING)
+        except BaseException:
+            pending.remove()
+            raise
+        pending.remaining = [write_and_merge] if mesh.world_size == 1 else [write, merge]
+        pending.start()
+        self._pending, self.newest_step = pending, run.step
+        pending.blocked_s = time.perf_counter() - began_s
+        if not snapshot.is_copied:
+            self.wait(progress)
 
     def finished(self, progress: Progress = SILENT) -> list[Saved]:
         """Return the checkpoints completed since the last call. Called after every step.
@@ -201,7 +195,7 @@ class Saver:
         Raises: as `save`: what went wrong in the thread.
         """
         if self._pending is not None and self._all_ready(self._pending):
-            self._advance(self._pending, progress)
+            self._advance(self._pending)
         saved, self._saved = self._saved, []
         return saved
 
@@ -214,7 +208,7 @@ class Saver:
             return
         with progress.task(f"Saving step {self._pending.step}"):
             while self._pending is not None:
-                self._advance(self._pending, progress)
+                self._advance(self._pending)
 
     def before_update(self) -> None:
         """Make the optimizer's step wait, on the GPU, until the weights have been copied."""
@@ -254,7 +248,7 @@ class Saver:
         before, self._vote = self._vote, Vote(pending.mesh, pending.job.done())
         return before is not None and before.count() == pending.mesh.world_size
 
-    def _advance(self, pending: _Pending, progress: Progress) -> None:
+    def _advance(self, pending: _Pending) -> None:
         """Wait for the current stage on all ranks, then start the next or record the checkpoint."""
         began_s = time.perf_counter()
         self._vote = None
@@ -300,6 +294,8 @@ class Snapshot:
     """What state.json has besides the values."""
     info: JsonObject | None = None
     """The content of info.json. None when there is none."""
+    is_copied: bool = False
+    """Whether the tensors are copies, so that the run may change meanwhile."""
 
 
 def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> Snapshot:

@@ -131,10 +131,7 @@ class Log:
         """Alarms in events.jsonl that this process raised."""
         self._metrics, self._events = Lines(run.folder / METRICS), Lines(run.folder / EVENTS)
         self.metrics_bytes = self._metrics.num_bytes
-        """The size of metrics.jsonl to which a resume from this step truncates it, on rank 0.
-
-        A run that resumes at its last step evaluates again, so that evaluation is not included.
-        """
+        """The size of metrics.jsonl up to the last training record: see `truncate_metrics`."""
         self._refused: set[Path] = set()
         self.train_loss = last_loss(run.folder) if run.mesh.is_main else None
         """The loss in the last record. Other ranks know only the records of this process."""
@@ -387,7 +384,7 @@ class Log:
             return
         record = {name: value for name, value in record.items() if math.isfinite(value)}
         self._metrics.append(record)
-        if "val/loss" not in record or self._run.step < self._run.last_step:
+        if "val/loss" not in record:
             self.metrics_bytes = self._metrics.num_bytes
         self._tell_refusal(self._metrics)
         for observer in self._observers:

@@ -85,8 +85,8 @@ def truncate_metrics(
 ) -> str | None:
     """Remove the records after a checkpoint from metrics.jsonl, all of them for None.
 
-    Those of its own step stay: a run evaluates after its last save. A run that is at its end does
-    so again, and they go.
+    Evaluations of its own step stay, which are after `metrics_bytes`. A run that is at its end
+    evaluates again, and they go.
     Returns: what is missing from the file, as `missing_metrics`.
     """
     path, length = run_folder / METRICS, saved.metrics_bytes if saved else 0

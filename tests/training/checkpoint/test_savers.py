@@ -22,12 +22,12 @@ ENVIRONMENT = {"torch": "2.13"}
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Keep threads from writing until it is set."""
+    """Keep threads from writing copies until it is set."""
     gate, write_share = threading.Event(), savers.write_share
 
-    def gated(*arguments):
-        assert threading.current_thread() is threading.main_thread() or gate.wait(60)
-        write_share(*arguments)
+    def gated(snapshot, temporary):
+        assert not snapshot.is_copied or gate.wait(60)
+        write_share(snapshot, temporary)
 
     monkeypatch.setattr(savers, "write_share", gated)
     yield gate
