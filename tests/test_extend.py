@@ -101,7 +101,6 @@ def test_every_list_shows_its_new_entry(folder):
                 "models",
                 "optimizers",
                 "speedups",
-                "token-formats",
             )
         ),
         "--help",
@@ -129,12 +128,6 @@ def test_a_new_command_dataset_and_source_work(folder):
     assert results[0]["words"] == len(RAIN.split())
     assert results[1]["bytes"] == len(RAIN)
     assert results[2]["documents"] == 300
-
-
-def test_a_new_format_of_tokens_is_imported(folder):
-    shown = flatout(folder, "import book.ids --out data/ids --tokenizer byte --json")
-    result = json.loads(next(iter(shown.values())).strip().splitlines()[-1])
-    assert (result["tokens"], result["documents"]) == (120, 40)
 
 
 def test_a_new_model_optimizer_logger_and_speedups_train(folder):

@@ -326,9 +326,6 @@ MODELS = Folder(
 OPTIMIZERS = Folder("optim", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("data/sources", "SOURCE", "source", has=("__call__",))
 SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "tolerance"))
-TOKEN_FORMATS = Folder(
-    "data/token_formats", "FORMAT", "token format", has=("takes", "files", "open")
-)
 DATASETS = YamlFolder("data/datasets", "dataset")
 MACHINES = YamlTable("hardware/machines.yaml")
 RECIPES = YamlFolder("config/recipes", "recipe")

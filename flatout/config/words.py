@@ -119,7 +119,7 @@ def name_for(noun: str, name: str, known: Collection[str]) -> str | None:
 
 def removed(what: str) -> str | None:
     """Return what replaces a removed command (`launch`), option (`diagnose --fix`), value (`export
-    --to gguf`), config key or entry of a list (`token format megatron`), or None.
+    --to gguf`), config key or entry of a list (`source capitals`), or None.
     """
     found: str | None = _document()["removed"].get(what)
     return found

@@ -15,7 +15,6 @@ from flatout.config.registry import (
     RECIPES,
     SOURCES,
     SPEEDUPS,
-    TOKEN_FORMATS,
     Folder,
     YamlFolder,
     load_reference,
@@ -236,7 +235,7 @@ def test_the_error_names_a_missing_import_inside_a_users_file(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     "folder",
-    [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS, TOKEN_FORMATS],
+    [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS],
     ids=lambda f: f.folder,
 )
 def test_every_built_in_entry_loads_and_has_a_description(folder):

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import pytest
 from prepared import write_rows
 
-from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.workers.local import LocalWorkers
@@ -124,27 +123,3 @@ def test_an_unreachable_store_at_the_end_keeps_finished_ranges(rows, store, tmp_
             prepare_dataset([address], tmp_path / "out", OPTIONS, engine=engine)
     assert len(list((tmp_path / ".out.part").rglob("ranges/*.json"))) == 1
     prepare_dataset([address], tmp_path / "out", OPTIONS)
-
-
-def test_a_chunk_that_changes_during_the_import_is_named(tmp_path, monkeypatch):
-    import torch
-
-    from flatout.data.token_formats import chunks
-
-    (tmp_path / "chunks").mkdir()
-    for number in range(2):
-        torch.save(torch.arange(200), tmp_path / "chunks" / f"chunk_{number:06d}.pt")
-    read = chunks.read_chunk
-
-    def changing(path, reading):
-        tokens = read(path, reading)
-        if path.name == "chunk_000001.pt":
-            before = path.stat()
-            torch.save(torch.arange(200) + 1, path)
-            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        return tokens
-
-    monkeypatch.setattr(chunks, "read_chunk", changing)
-    with pytest.raises(DataError, match="a token file was changed during the import"):
-        import_tokens(tmp_path / "chunks", tmp_path / "out", ImportOptions("byte"))
-    assert not (tmp_path / "out").exists()

@@ -34,7 +34,7 @@ HOUSE = (
 )
 """All modules of flatout, lowest first. See docs/decisions/0001-imports-point-down.md."""
 
-DATA = ("conversation", "sources", "token_formats", "tokenizers", "store", "load", "prepare")
+DATA = ("conversation", "sources", "token_files", "tokenizers", "store", "load", "prepare")
 """The parts of data in order: where text comes from, then tokens on disk, then batches."""
 
 CLI = ("terminal", "commands", "parser", "main")

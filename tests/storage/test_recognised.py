@@ -17,7 +17,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.sources.files import files
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.shards import Dataset
-from flatout.data.token_formats.find import find_tokens
+from flatout.data.token_files import find_tokens
 from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import ConfigError, FlatoutError, UsageError
 from flatout.storage.recognised import recognise, require_local
@@ -147,7 +147,7 @@ def test_import_reads_every_token_file_and_rejects_weights(tmp_path, name):
         with pytest.raises(FlatoutError, match=f"{NAMES[name]}, not tokens"):
             find_tokens(tmp_path / name)
     else:
-        assert find_tokens(tmp_path / name).files == [tmp_path / name]
+        assert find_tokens(tmp_path / name).files == (tmp_path / name,)
 
 
 def test_both_files_of_nano_gpt_are_imported_together(tmp_path):

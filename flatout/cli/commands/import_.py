@@ -7,8 +7,7 @@ from typing import Annotated
 
 from flatout.cli.commands import Command, EndOfText, Pattern
 from flatout.config.signature import Argument, Option, checked
-from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
-from flatout.data.token_formats import Documents
+from flatout.data.prepare.import_tokens import Documents, ImportOptions, import_tokens
 from flatout.display import Display
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import expanded
@@ -29,15 +28,12 @@ TokenizerName = Annotated[
     str | Path | None,
     Option(
         "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
-        "repository, byte, or ids:N for N ids without text."
+        "repository, byte, or ids:N for N ids without text (default: the one that a metadata.json "
+        "names)."
     ),
 ]
 DocumentEnds = Annotated[
-    Documents | None,
-    Option(
-        "Where documents end: at an end-of-text token, or at the end of each chunk or file "
-        "(default: at end-of-text tokens, unless the format says otherwise)."
-    ),
+    Documents, Option("Where documents end: at end-of-text tokens, or with each file.")
 ]
 Split = Annotated[
     str | None,
@@ -47,19 +43,16 @@ Split = Annotated[
     ),
 ]
 Validation = Annotated[Path | str | None, Option("Token files for validation.")]
-FormatName = Annotated[
-    str | None,
-    Option(
-        "The format, if the names of the files do not show it. See `flatout list token-formats`."
-    ),
-]
 Dtype = Annotated[
     str | None,
-    Option("The type of tokens in files without a header, such as uint16 (default: guessed)."),
+    Option(
+        "The type of tokens in files without a header, such as uint16 (default: guessed). With it, "
+        "a file of any name may be one."
+    ),
 ]
 FieldName = Annotated[
     str | None,
-    Option("The array or key with the tokens (default: input_ids, tokens or the only one)."),
+    Option("The key with the tokens in .pt files (default: input_ids, tokens or the only one)."),
 ]
 
 
@@ -94,10 +87,9 @@ def import_chunks(
     tokenizer: TokenizerName = None,
     pattern: Pattern = None,
     end_of_text: EndOfText = None,
-    documents: DocumentEnds = None,
+    documents: DocumentEnds = "end-of-text",
     split: Split = None,
     val: Validation = None,
-    format: FormatName = None,
     dtype: Dtype = None,
     field: FieldName = None,
     *,
@@ -119,7 +111,6 @@ def import_chunks(
         documents=documents,
         split=split,
         val=None if val is None else expanded(val),
-        format=format,
         dtype=dtype,
         field=field,
     )

@@ -19,7 +19,6 @@ from flatout.config.registry import (
     OPTIMIZERS,
     RECIPES,
     SOURCES,
-    TOKEN_FORMATS,
     Folder,
     YamlFolder,
     YamlTable,
@@ -44,7 +43,6 @@ FOLDERS: dict[str, Folder | YamlFolder | YamlTable] = {
     "optimizers": OPTIMIZERS,
     "recipes": RECIPES,
     "sources": SOURCES,
-    "token-formats": TOKEN_FORMATS,
 }
 PARAMETERS = re.compile(r"([\d,]+) parameters")
 """The size of a recipe's model, in its description."""
@@ -111,7 +109,7 @@ def list_entries(
         str,
         Argument(
             "architectures, changes (of scripts), datasets, loggers, machines, models, "
-            "optimizers, recipes, sources, speedups, token-formats or tokenizers."
+            "optimizers, recipes, sources, speedups or tokenizers."
         ),
     ],
     recipe: Annotated[

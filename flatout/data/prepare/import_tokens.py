@@ -1,14 +1,13 @@
-"""Import tokens: in any of the formats of `token_formats`, or from arrays."""
+"""Write datasets from existing tokens: token files of other tools, or arrays."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,17 +18,26 @@ from flatout.data.prepare.request.request import existing_dataset
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import SPLITS, SplitName
 from flatout.data.store.shards import Dataset
-from flatout.data.token_formats import Documents, Piece, Reading, Tokens, require_tokens
-from flatout.data.token_formats.find import Found, find_tokens
+from flatout.data.token_files import (
+    TOKENIZERS,
+    Reading,
+    check_metadata,
+    find_tokens,
+    read_metadata,
+    read_tokens,
+    require_tokens,
+)
 from flatout.data.tokenizers import Tokenizer, existing_tokenizer, needs_corpus
 from flatout.errors import DataError
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, Task
 from flatout.storage.files import Array, expanded
 from flatout.storage.json_io import JsonObject
 
 DEFAULT_SPLIT = "tail 0.1"
 BLOCK_TOKENS = 1 << 20
 """Tokens that are checked and written at a time."""
+Documents = Literal["end-of-text", "chunk"]
+"""Where documents end: at end-of-text tokens, or with each file."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +45,34 @@ class ImportOptions:
     """How to read the tokens, and how to divide them."""
 
     tokenizer: str | None = None
-    """The tokenizer that made them."""
+    """The tokenizer that made them. None means the one that a metadata.json names."""
     pattern: str | None = None
     """Regular expression that splits text, for an unknown .tiktoken file."""
     end_of_text: str | None = None
     """End-of-text token of a tokenizer.json that has none of the usual names."""
-    documents: Documents | None = None
-    """Where documents end. None means the format's own rule."""
+    documents: Documents = "end-of-text"
+    """Where documents end."""
     split: str | None = None
     """Split rule. None means DEFAULT_SPLIT, unless there are validation tokens."""
     val: Path | None = None
     """Validation tokens."""
-    format: str | None = None
-    """The format. It is detected by default."""
     dtype: str | None = None
     """The type of tokens in files without a header."""
     field: str | None = None
-    """The array, key or column that contains the tokens."""
+    """The key that contains the tokens."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens of one split, and where they come from."""
+
+    split: SplitName
+    tokens: Array
+    where: str
+    first: int = 0
+    """The index of the first token there."""
+    ends: bool = True
+    """Whether the file or the array ends with it."""
 
 
 def import_tokens(
@@ -63,7 +82,7 @@ def import_tokens(
 
     Tokens are stored unchanged. A directory that already contains this dataset is left unchanged.
 
-    Memory: one chunk. Other files are mapped.
+    Memory: files are mapped, except those of torch before 1.6.
     Raises: DataError naming the file that is missing or unusable, or the token that is outside the
             vocabulary.
     """
@@ -75,96 +94,75 @@ def import_tokens(
             f"Tokens cannot be split by {options.split!r}: `hash` needs a document's text.",
             fix="Set --split 'tail 0.1'.",
         )
-    found = find_tokens(path, options.val and expanded(options.val), options.format)
+    is_raw = options.dtype is not None
+    found = find_tokens(path, options.val and expanded(options.val), is_raw=is_raw)
     if found.val and options.split is not None:
         raise DataError(
-            f"There are validation tokens, {found.val[0].path}, but --split {options.split!r} "
+            f"There are validation tokens, {found.val[0]}, but --split {options.split!r} "
             "takes them from the training tokens.",
             fix="Remove --split, or name the training tokens alone.",
         )
-    known = _tokenizer(path, options, progress)
-    first = found.train[0]
-    documents = options.documents or first.format.documents
+    folder = found.files[0].parent
+    metadata = read_metadata(folder)
+    known = _tokenizer(path, options, metadata, progress)
     reading = Reading(known.vocab_size, options.dtype, options.field)
-    train, val = (
-        [one.format.open(one.path, reading) for one in split] for split in (found.train, found.val)
-    )
     before = _stats(found.files)
-    source = _describe(path, options, found, before) | {
+    source: JsonObject = {
+        "names": [str(path)],
+        "chunks": len(found.files),
+        "fingerprint": _fingerprint(found.train, before),
+        "val": [str(file) for file in found.val] or None,
+        "val_fingerprint": _fingerprint(found.val, before) if found.val else None,
+        "dtype": options.dtype,
+        "field": options.field,
         "tokenizer": known.digest(),
-        "documents": documents,
-        "split": NAMED if val else f"tail {fraction}",
-        "metadata": train[0].metadata,
+        "documents": options.documents,
+        "split": NAMED if found.val else f"tail {fraction}",
     }
-    optional: JsonObject = {"val": None, "val_fingerprint": None, "dtype": None, "field": None}
-    manifest = existing_dataset(out, optional | source, progress)
+    manifest = existing_dataset(out, source, progress)
     existed = manifest is not None
     if manifest is None:
-        for note in dict.fromkeys(tokens.note for tokens in [*train, *val] if tokens.note):
+        opened = {file: read_tokens(file, reading) for file in found.files}
+        sizes = {file: len(tokens) for file, (tokens, _) in opened.items()}
+        notes = dict.fromkeys(note for _, note in opened.values() if note)
+        del opened
+        counts = {"chunks": len(sizes), "ids": known.vocab_size, "tokens": sum(sizes.values())}
+        check_metadata(folder, metadata, counts)
+        for note in notes:
             progress.say(note)
         if found.left_out:
             progress.say(f"Not read: {', '.join(found.left_out[:3])}, for tests.")
+        cut = int(sum(sizes[file] for file in found.train) * (1 if found.val else 1 - fraction))
+
+        def pieces() -> Iterator[_Piece]:
+            done = 0
+            for file in found.files:
+                tokens, _ = read_tokens(file, reading)
+                size = len(tokens)
+                inside = min(max(cut - done, 0), size)
+                done += size
+                yield _Piece("train", tokens[:inside], str(file), ends=inside == size)
+                yield _Piece("val", tokens[inside:], str(file), inside)
+
         with DatasetWriter(out, known) as writer:
-            written = _Written(writer, known)
-            _write(written, train, val, fraction, documents, progress)
+            written = _Written(writer, known, options.documents)
+            with progress.task("Importing tokens", total=counts["tokens"], unit="tokens") as task:
+                written.write(pieces(), task)
             written.check(path)
-            if documents == "end-of-text" and not written.num_ends:
-                by_chunk = " With --documents chunk, each chunk is a document."
+            if options.documents == "end-of-text" and not written.num_ends:
+                by_chunk = " With --documents chunk, each file is a document."
                 progress.say(
-                    f"No {'chunk' if first.name == 'chunks' else 'file'} contains the end-of-text "
-                    f"token (id {known.eot_id}), so each split is a single document."
-                    + by_chunk
-                    * (len(found.files) > 1)
+                    f"No file contains the end-of-text token (id {known.eot_id}), so each split "
+                    f"is a single document.{by_chunk * (len(sizes) > 1)}"
                 )
             if _stats(found.files) != before:
                 raise DataError(
                     f"{path}: a token file was changed during the import.",
                     fix="Run the same command again once nothing writes there.",
                 )
-            rule = NAMED if val else f"tail {fraction:g}"
+            rule = NAMED if found.val else f"tail {fraction:g}"
             manifest = writer.finish(source=source, split_rule=rule)
     return Prepared(out, manifest, time.perf_counter() - started, existed)
-
-
-def _describe(
-    path: Path, options: ImportOptions, found: Found, stats: Sequence[tuple[int, int, int, int]]
-) -> JsonObject:
-    """Return what identifies the input, for the manifest."""
-    train = sum(len(one.files) for one in found.train)
-    described: JsonObject = {
-        "names": [str(path)],
-        "chunks": len(found.files),
-        "fingerprint": _fingerprint(found.files[:train], stats[:train]),
-    }
-    if found.val:
-        described["val"] = [str(one.path) for one in found.val]
-        described["val_fingerprint"] = _fingerprint(found.files[train:], stats[train:])
-    if options.dtype is not None:
-        described["dtype"] = options.dtype
-    if options.field is not None:
-        described["field"] = options.field
-    return described
-
-
-def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokenizer:
-    """Return the tokenizer that made the tokens.
-
-    Raises: DataError when none is named and none is found, or it would have to be trained.
-    """
-    spec = options.tokenizer
-    if spec is None:
-        raise DataError(
-            f"{path} contains tokens, and it is not known which tokenizer made them.",
-            fix="Name it: --tokenizer FILE, or openai-community/gpt2 for GPT-2's tokens, or "
-            "ids:N for N ids without text. For nanoGPT's characters, prepare its input.txt with "
-            "`flatout prepare input.txt --tokenizer char`.",
-        )
-    if needs_corpus(spec):
-        raise DataError(
-            f"The input is tokens already: --tokenizer {spec} cannot be trained on them.",
-            fix="Name the tokenizer that made them: --tokenizer FILE.",
-        )
-    return existing_tokenizer(spec, options.pattern, options.end_of_text, progress=progress)
 
 
 def write_dataset(
@@ -186,80 +184,66 @@ def write_dataset(
     """
     known = tokenizer
     if not isinstance(known, Tokenizer):
-        known = _tokenizer(Path(out), ImportOptions(str(tokenizer)), SILENT)
-    with DatasetWriter(out, known) as writer:
-        written = _Written(writer, known)
+        known = _tokenizer(Path(out), ImportOptions(str(tokenizer)), {}, SILENT)
+
+    def pieces() -> Iterator[_Piece]:
         for split, arrays in zip(SPLITS, (train, val), strict=True):
             for number, array in enumerate(arrays):
                 tokens, where = np.asarray(array), f"{split}, array {number}"
-                if not tokens.size:
-                    continue
-                require_tokens(tokens.dtype, tokens.shape, where)
-                piece = Piece(tokens.reshape(-1), where)
-                for first, block in _blocks_of(piece, 0, tokens.size):
-                    ends = np.flatnonzero(block == known.eot_id) + 1
-                    if first + len(block) == tokens.size:
-                        ends = np.union1d(ends, len(block))
-                    written.append(split, block, ends, piece, first)
-            if not written.num_tokens[split]:
+                if tokens.size:
+                    require_tokens(tokens.dtype, tokens.shape, where)
+                    yield _Piece(split, tokens.reshape(-1), where)
+
+    with DatasetWriter(out, known) as writer:
+        written = _Written(writer, known, "both")
+        written.write(pieces())
+        for split, count in written.num_tokens.items():
+            if not count:
                 raise DataError(
                     f"There are no tokens for {split}.",
                     fix="Pass at least one array of tokens for each split.",
                 )
-        source: JsonObject = {"names": ["flatout.write_dataset"]}
-        writer.finish(source=source, split_rule=NAMED)
+        writer.finish(source={"names": ["flatout.write_dataset"]}, split_rule=NAMED)
     return Dataset.open(expanded(out))
 
 
-def _blocks_of(piece: Piece, start: int, stop: int) -> Iterator[tuple[int, Array]]:
-    """Yield the tokens start..stop of a piece in blocks, each with the index of its first."""
-    for first in range(start, stop, BLOCK_TOKENS):
-        yield first, np.asarray(piece.tokens[first : min(first + BLOCK_TOKENS, stop)])
+def _tokenizer(
+    path: Path, options: ImportOptions, metadata: JsonObject, progress: Progress
+) -> Tokenizer:
+    """Return the tokenizer that made the tokens.
 
-
-def _write(
-    written: _Written,
-    train: Sequence[Tokens],
-    val: Sequence[Tokens],
-    fraction: float,
-    documents: Documents,
-    progress: Progress,
-) -> None:
-    """Write all tokens. Without validation tokens, `fraction` of them, at the end, are."""
-    weight = sum(tokens.weight for tokens in train)
-    # in units of weight: of 10 chunks, 9.5 is the middle of the tenth
-    cut = math.inf if val else weight * (1 - fraction)
-    total = weight + sum(tokens.weight for tokens in val)
-    unit = train[0].unit
-    with progress.task(f"Importing {unit}", total=total, unit=unit) as task:
-
-        def write(split: SplitName, piece: Piece, start: int, stop: int) -> None:
-            size = len(piece.tokens)
-            for first, tokens in _blocks_of(piece, start, stop):
-                last = first + len(tokens)
-                ends = np.array([len(tokens)] if last == size else [], np.int64)
-                if documents == "end-of-text":
-                    ends = np.flatnonzero(tokens == written.tokenizer.eot_id) + 1
-                written.append(split, tokens, ends, piece, first)
-                task.advance(piece.weight * len(tokens) / size)
-
-        done = 0
-        for piece in chain.from_iterable(tokens.pieces() for tokens in train):
-            share = min(max((cut - done) / piece.weight, 0), 1)
-            size = int(share * len(piece.tokens))
-            write("train", piece, 0, size)
-            write("val", piece, size, len(piece.tokens))
-            done += piece.weight
-        for piece in chain.from_iterable(tokens.pieces() for tokens in val):
-            write("val", piece, 0, len(piece.tokens))
+    Raises: DataError when none is named and none is found, or it would have to be trained.
+    """
+    spec = options.tokenizer
+    named = next((metadata[key] for key in TOKENIZERS if isinstance(metadata.get(key), str)), None)
+    if spec is None and named is not None:
+        beside = (path if path.is_dir() else path.parent) / named
+        spec = str(beside) if beside.exists() else named
+        progress.say(f"metadata.json names the tokenizer {spec}.")
+    if spec is None:
+        raise DataError(
+            f"{path} contains tokens, and it is not known which tokenizer made them.",
+            fix="Name it: --tokenizer FILE, or openai-community/gpt2 for GPT-2's tokens, or "
+            "ids:N for N ids without text. For nanoGPT's characters, prepare its input.txt with "
+            "`flatout prepare input.txt --tokenizer char`.",
+        )
+    if needs_corpus(spec):
+        raise DataError(
+            f"The input is tokens already: --tokenizer {spec} cannot be trained on them.",
+            fix="Name the tokenizer that made them: --tokenizer FILE.",
+        )
+    return existing_tokenizer(spec, options.pattern, options.end_of_text, progress=progress)
 
 
 class _Written:
-    """Writes the splits, and counts their tokens and end-of-text tokens."""
+    """Writes pieces to their splits in blocks, and counts their tokens and end-of-text tokens."""
 
-    def __init__(self, writer: DatasetWriter, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, writer: DatasetWriter, tokenizer: Tokenizer, documents: Documents | Literal["both"]
+    ) -> None:
         self._writer = writer
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._documents = documents
         self._bytes_of = np.array(
             [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
         )
@@ -269,14 +253,41 @@ class _Written:
         self.num_tokens = dict.fromkeys(SPLITS, 0)
         self.num_ends = 0
 
-    def append(
-        self, split: SplitName, tokens: Array, ends: Array, piece: Piece, first: int
-    ) -> None:
-        """Write tokens of a piece, from index `first` on. `ends` are of documents in them."""
-        _require_known(tokens, piece, first, self.tokenizer)
-        self._writer.append(split, tokens, ends, text_bytes=self._num_bytes(tokens))
-        self.num_tokens[split] += len(tokens)
-        self.num_ends += len(ends)
+    def write(self, pieces: Iterable[_Piece], task: Task | None = None) -> None:
+        """Write pieces in their order.
+
+        Raises: DataError naming the first token that is outside the vocabulary.
+        """
+        for piece in pieces:
+            for start in range(0, len(piece.tokens), BLOCK_TOKENS):
+                tokens = np.asarray(piece.tokens[start : start + BLOCK_TOKENS])
+                self._require_known(tokens, piece.where, piece.first + start)
+                ends = np.empty(0, np.int64)
+                if self._documents != "chunk":
+                    ends = np.flatnonzero(tokens == self._tokenizer.eot_id) + 1
+                is_last = piece.ends and start + len(tokens) == len(piece.tokens)
+                if self._documents != "end-of-text" and is_last:
+                    ends = np.union1d(ends, len(tokens))
+                count = self._num_bytes(tokens)
+                self._writer.append(piece.split, tokens, ends, text_bytes=count)
+                self.num_tokens[piece.split] += len(tokens)
+                self.num_ends += len(ends)
+                if task is not None:
+                    task.advance(len(tokens))
+
+    def check(self, path: Path) -> None:
+        """Check that both splits have tokens.
+
+        Raises: DataError.
+        """
+        train, val = (self.num_tokens[name] for name in SPLITS)
+        if not train or not val:
+            total = train + val
+            raise DataError(
+                f"{path} contains {total} {'token' if total == 1 else 'tokens'}, but none is "
+                f"for {'training' if val else 'validation'}.",
+                fix="Set --split 'tail 0.5', or import more.",
+            )
 
     def _num_bytes(self, tokens: Array) -> int:
         """Return the UTF-8 bytes that tokens decode to. 0 if they are unknown.
@@ -284,53 +295,38 @@ class _Written:
         The first call decodes the tokens to verify the count.
         """
         if self._knows_bytes is None:
-            text = tokens[tokens != self.tokenizer.eot_id]
-            decoded = self.tokenizer.decode_bytes(text.tolist())
+            text = tokens[tokens != self._tokenizer.eot_id]
+            decoded = self._tokenizer.decode_bytes(text.tolist())
             self._knows_bytes = len(decoded) == int(self._bytes_of[text].sum())
         return int(self._bytes_of[tokens].sum()) if self._knows_bytes else 0
 
-    def check(self, path: Path) -> None:
-        """Check that both splits have tokens.
+    def _require_known(self, tokens: Array, where: str, first: int) -> None:
+        """Check that every token is in the vocabulary.
 
-        Raises: DataError.
+        Raises: DataError naming the first that is not.
         """
-        train, val = self.num_tokens["train"], self.num_tokens["val"]
-        if not train or not val:
-            total = train + val
+        size = self._tokenizer.vocab_size
+        if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+            index = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
             raise DataError(
-                f"{path} contains {total} {'token' if total == 1 else 'tokens'}, but none is for "
-                f"{'training' if val else 'validation'}.",
-                fix="Set --split 'tail 0.5', or import more.",
+                f"{where}, token {first + index}: the id {int(tokens[index])} is outside the "
+                f"vocabulary of {self._tokenizer.name}, whose ids are below {size}.",
+                fix="Name the tokenizer that made the tokens with --tokenizer.",
             )
 
 
-def _require_known(tokens: Array, piece: Piece, first: int, tokenizer: Tokenizer) -> None:
-    """Check that every token is in the vocabulary.
-
-    Shapes:  tokens (T,), integers.
-    Raises: DataError naming the first that is not.
-    """
-    if int(tokens.min()) >= 0 and int(tokens.max()) < tokenizer.vocab_size:
-        return
-    index = int(np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocab_size))[0])
-    raise DataError(
-        f"{piece.name}, token {first + index}: the id {int(tokens[index])} is "
-        f"outside the vocabulary of {tokenizer.name}, whose ids are below {tokenizer.vocab_size}.",
-        fix="Name the tokenizer that made the tokens with --tokenizer.",
-    )
-
-
-def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
+def _stats(files: Sequence[Path]) -> dict[Path, tuple[int, int, int, int]]:
     """Return each file's size, mtime, ctime and inode: a rewrite changes at least one."""
-    return [
-        (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-        for found in map(Path.stat, files)
-    ]
+    return {
+        file: (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        for file, found in zip(files, map(Path.stat, files), strict=True)
+    }
 
 
-def _fingerprint(files: Sequence[Path], stats: Sequence[tuple[int, int, int, int]]) -> str:
+def _fingerprint(files: Sequence[Path], stats: dict[Path, tuple[int, int, int, int]]) -> str:
     """Return a digest of the names, sizes and modification times of some files."""
     digest = hashlib.sha256()
-    for path, (size, mtime_ns, *_) in zip(files, stats, strict=True):
-        digest.update(f"{path.name} {size} {mtime_ns}\n".encode())
+    for file in files:
+        size, mtime_ns, *_ = stats[file]
+        digest.update(f"{file.name} {size} {mtime_ns}\n".encode())
     return digest.hexdigest()

@@ -1,20 +1,87 @@
+"""Tokens of other tools: what is read at a path, how it is split, and what is kept."""
+
 import base64
 import json
+import os
+import pickle
+import struct
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from texts import byte_level_json
 
+from flatout.data.prepare import import_tokens as importing
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
+from flatout.data.store.manifest import Manifest
 from flatout.data.store.shards import Dataset
 from flatout.data.store.verify import verify_dataset
-from flatout.data.token_formats.chunks import files
+from flatout.data.token_files import Reading, find_tokens, guess_dtype, kind_of, read_tokens
 from flatout.data.tokenizers import load_tokenizer, make_tokenizer
 from flatout.errors import DataError
+from flatout.progress import SILENT
 
 EOT = 256  # of the byte tokenizer
 RNG = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A dataset that was imported."""
+
+    manifest: Manifest
+    train: list[int]
+    train_ends: list[int]
+    val: list[int]
+    val_ends: list[int]
+    said: str
+    existed: bool
+
+
+class Heard:
+    """A progress that records its messages."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def task(self, what, **_):
+        return SILENT.task(what)
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """Import a path with the options of the command, and return what the dataset contains."""
+
+    def bring_in(path, *, out="out", **options):
+        heard = Heard()
+        options = ImportOptions(**{"tokenizer": "byte", **options})
+        made = import_tokens(path, tmp_path / out, options, progress=heard)
+        dataset = Dataset.open(tmp_path / out)
+        assert verify_dataset(tmp_path / out).problems == ()
+        splits = [dataset.split(name) for name in ("train", "val")]
+        found = [
+            values
+            for split in splits
+            for values in (
+                split.read_tokens(0, split.num_tokens).tolist(),
+                split.document_ends.tolist(),
+            )
+        ]
+        return Imported(made.manifest, *found, " ".join(heard.lines), made.existed)
+
+    return bring_in
+
+
+@pytest.fixture
+def nothing_kept(tmp_path):
+    """Check after the test that neither a dataset nor a work directory is left."""
+    yield
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.part").exists()
 
 
 @pytest.fixture
@@ -25,12 +92,9 @@ def chunks(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         for number, tokens in by_number.items():
-            torch.save(
-                tokens
-                if isinstance(tokens, torch.Tensor | dict)
-                else torch.tensor(np.asarray(tokens), dtype=torch.int64),
-                path(folder, number),
-            )
+            is_saved = isinstance(tokens, torch.Tensor | dict)
+            saved = tokens if is_saved else torch.tensor(np.asarray(tokens), dtype=torch.int64)
+            torch.save(saved, folder / f"chunk_{number:06d}.pt")
         if metadata is not None:
             (folder / "metadata.json").write_text(json.dumps(metadata))
         return folder
@@ -38,60 +102,318 @@ def chunks(tmp_path):
     return write
 
 
-def path(folder, number):
-    return folder / f"chunk_{number:06d}.pt"
+def llm_c(path, tokens, magic=20240520, dtype="<u2"):
+    header = struct.pack("<3i", magic, 1, len(tokens)).ljust(1024, b"\0")
+    path.write_bytes(header + np.asarray(tokens, dtype).tobytes())
+    return path
 
 
-def bring_in(folder, **options):
-    options = ImportOptions(**{"tokenizer": "byte", **options})
-    return import_tokens(folder, folder.parent / "out", options)
+def raw(path, tokens, dtype="uint16"):
+    np.asarray(tokens, dtype).tofile(path)
+    return path
 
 
-def of_split(folder, name):
-    split = Dataset.open(folder.parent / "out").split(name)
-    return split.read_tokens(0, split.num_tokens).tolist(), split.document_ends.tolist()
+def npy(path, tokens, dtype="int64"):
+    np.save(path, np.asarray(tokens, dtype))
+    return path
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_tokens_are_imported_unchanged(chunks, first):
+def pt(path, tokens, dtype="int64"):
+    torch.save(torch.from_numpy(np.asarray(tokens, dtype)), path)
+    return path
+
+
+def old_pt(path, tokens):
+    torch.save(torch.tensor(tokens), path, _use_new_zipfile_serialization=False)
+    return path
+
+
+WRITERS = {"tokens.npy": npy, "tokens.bin": raw, "fineweb.bin": llm_c, "a.pt": pt, "b.pth": old_pt}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_is_imported_unchanged_and_split_at_its_tail(tmp_path, imported, name):
     whole = RNG.integers(0, 256, 1000)
     whole[[99, 150, 420, 949]] = EOT
-    folder = chunks(
-        {first + number: whole[number * 100 : number * 100 + 100] for number in range(10)},
-        {"num_chunks": 10, "seq_len": 100},
-    )
-    made = bring_in(folder, split="tail 0.25")
-    assert of_split(folder, "train") == (whole[:750].tolist(), [100, 151, 421, 750])
-    assert of_split(folder, "val") == (whole[750:].tolist(), [200, 250])
-    assert made.manifest.text_bytes == 996
-    assert made.manifest.split_rule == "tail 0.25"
-    assert made.manifest.source["metadata"] == {"num_chunks": 10, "seq_len": 100}
-    assert verify_dataset(folder.parent / "out").problems == ()
-    assert made.manifest.source["chunks"] == 10
-
-
-def test_each_chunk_can_be_a_document(chunks):
-    folder = chunks({0: [1, 2, 3], 1: [4, EOT, 5], 2: [6, 7]})
-    bring_in(folder, documents="chunk", split="tail 0.5")
-    assert of_split(folder, "train") == ([1, 2, 3, 4], [3, 4])
-    assert of_split(folder, "val") == ([EOT, 5, 6, 7], [2, 4])
-
-
-def test_importing_again_does_nothing_and_a_different_dataset_is_rejected(chunks):
-    folder = chunks({0: np.arange(200)})
-    bring_in(folder)
-    assert bring_in(folder).existed
-    assert bring_in(folder, split="tail 0.10").existed
-    with pytest.raises(
-        DataError,
-        match=r"contains a different dataset: split is 'tail 0\.1', and 'tail 0\.2' is requested",
-    ):
-        bring_in(folder, split="tail 0.2")
+    path = WRITERS[name](tmp_path / name, whole.tolist())
+    made = imported(path, split="tail 0.25")
+    assert (made.train, made.train_ends) == (whole[:750].tolist(), [100, 151, 421, 750])
+    assert (made.val, made.val_ends) == (whole[750:].tolist(), [200, 250])
+    assert (made.manifest.text_bytes, made.manifest.split_rule) == (996, "tail 0.25")
+    assert imported(path, split="tail 0.250").existed
+    with pytest.raises(DataError, match=r"split is 'tail 0\.25', and 'tail 0\.1' is requested"):
+        imported(path)
     with pytest.raises(DataError, match=r"documents is 'end-of-text', and 'chunk' is requested"):
-        bring_in(folder, documents="chunk")
-    torch.save(torch.arange(200) + 1, path(folder, 0))
+        imported(path, documents="chunk", split="tail 0.25")
+    WRITERS[name](path, (whole[::-1]).tolist()[:-4])
     with pytest.raises(DataError, match="contains a different dataset: the text has changed"):
-        bring_in(folder)
+        imported(path, split="tail 0.25")
+
+
+INTEGERS = ["uint8", "int8", "uint16", ">u2", "int32", "uint32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_any_integers_are_imported(tmp_path, imported, dtype):
+    tokens = np.arange(100)
+    assert imported(npy(tmp_path / "a.npy", tokens, dtype)).train == list(range(90))
+    if dtype not in (">u2", "uint64"):
+        pt(tmp_path / "a.pt", tokens, dtype)
+        assert imported(tmp_path / "a.pt", out="more").train == list(range(90))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64", "uint64"])
+def test_the_type_of_a_file_without_header_is_guessed_from_its_bytes(tmp_path, imported, dtype):
+    train = RNG.integers(0, 257, 2000)
+    made = imported(raw(tmp_path / "a.bin", train, dtype))
+    assert made.train + made.val == train.tolist()
+    shown = dtype if dtype.startswith("u") else f"u{dtype}"
+    assert f"a.bin is read as {shown}" in made.said
+
+
+def test_a_large_vocabulary_with_zeros_is_not_taken_for_a_wider_type():
+    ids = np.arange(4096, dtype=np.uint16)
+    assert guess_dtype(ids.tobytes(), 50_257) == "uint16"
+    assert guess_dtype(ids.astype(np.uint32).tobytes(), 50_257) == "uint32"
+    assert guess_dtype((ids + 60_000).tobytes(), 50_257) is None
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_the_type_can_be_named_also_for_a_file_of_any_name(tmp_path, imported, dtype):
+    raw(tmp_path / "few.ids", [1, 2, 3, 4, 5, 6], dtype)
+    with pytest.raises(DataError, match="not a token file of a known format") as caught:
+        imported(tmp_path / "few.ids")
+    assert "--dtype uint16" in caught.value.fix
+    made = imported(tmp_path / "few.ids", dtype=dtype, split="tail 0.5")
+    assert (made.train, made.val) == ([1, 2, 3], [4, 5, 6])
+    assert "--dtype" not in made.said
+
+
+def test_the_header_of_llm_c_states_the_type(tmp_path, imported):
+    path = llm_c(tmp_path / "llama.bin", [100_000, 5] * 20, magic=20240801, dtype="<u4")
+    assert imported(path, tokenizer="ids:128256:128001").train == [100_000, 5] * 18
+
+
+def test_rows_follow_each_other(tmp_path, imported):
+    rows = np.arange(200).reshape(20, 10)
+    for number, array in enumerate((rows, np.asfortranarray(rows))):
+        np.save(tmp_path / "rows.npy", array)
+        made = imported(tmp_path / "rows.npy", out=f"out{number}")
+        assert made.train + made.val == list(range(200))
+        assert "20 rows of 10 tokens" in made.said
+
+
+def test_tokens_of_an_unknown_tokenizer_are_imported_by_their_number(tmp_path, imported):
+    train = RNG.integers(0, 50_256, 1000)
+    train[10] = 50_256
+    made = imported(npy(tmp_path / "a.npy", train), tokenizer="ids:50257", split="tail 0.5")
+    assert made.train + made.val == train.tolist()
+    assert made.train_ends[0] == 11
+    assert (made.manifest.vocab_size, made.manifest.text_bytes) == (50_257, 0)
+
+
+def test_many_blocks_are_written_in_order(tmp_path, imported, monkeypatch):
+    monkeypatch.setattr(importing, "BLOCK_TOKENS", 7)
+    whole = RNG.integers(0, 256, 1000)
+    whole[[6, 7, 13, 500]] = EOT
+    made = imported(raw(tmp_path / "tokens.bin", whole))
+    assert made.train + made.val == whole.tolist()
+    ends = (np.flatnonzero(whole[:900] == EOT) + 1).tolist()
+    assert made.train_ends == sorted({*ends, 900})
+
+
+def test_each_file_may_be_a_document(tmp_path, imported, chunks):
+    made = imported(chunks({0: [1, 2, 3], 1: [4, EOT, 5], 2: [6, 7]}), split="tail 0.5")
+    assert (made.train_ends, made.val_ends) == ([4], [1, 4])
+    by_file = imported(tmp_path / "chunks", documents="chunk", split="tail 0.5", out="more")
+    assert (by_file.train, by_file.train_ends) == ([1, 2, 3, 4], [3, 4])
+    assert (by_file.val, by_file.val_ends) == ([EOT, 5, 6, 7], [2, 4])
+
+
+def test_a_file_without_end_of_text_is_one_document(tmp_path, imported):
+    made = imported(raw(tmp_path / "tokens.bin", np.arange(200)))
+    assert (made.train_ends, made.val_ends) == ([180], [20])
+    assert "No file contains the end-of-text token (id 256)" in made.said
+
+
+def test_validation_tokens_can_be_named(tmp_path, imported):
+    a, b = (raw(tmp_path / name, RNG.integers(0, 257, 100)) for name in ("a.bin", "b.bin"))
+    made = imported(a, val=b)
+    assert (len(made.train), len(made.val), made.manifest.split_rule) == (100, 100, "named")
+    assert imported(a, val=b).existed
+    with pytest.raises(DataError, match=r"split is 'named', and 'tail 0\.1' is requested"):
+        imported(a)
+    raw(b, RNG.integers(0, 257, 90))
+    with pytest.raises(DataError, match="the validation text has changed"):
+        imported(a, val=b)
+
+
+def touch(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.arange(9)) if path.suffix == ".npy" else path.write_bytes(b"\1\0" * 9)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "val"),
+    [
+        (["train.bin", "val.bin", "meta.pkl", "input.txt"], ["train.bin"], ["val.bin"]),
+        (["b_train_2.npy", "b_train_1.npy", "b_validation_0.npy"], 2, ["b_validation_0.npy"]),
+        (["a.npy", "b.npy"], ["a.npy", "b.npy"], []),
+        (["training.bin", "valid.bin", "test.bin"], ["training.bin"], ["valid.bin"]),
+        (["training_evaluate.bin", "valuable.bin"], 2, []),
+        ([".hidden.bin", "train.bin"], ["train.bin"], []),
+        (["train/chunk_0.pt", "train/chunk_1.pt", "val/chunk_0.pt"], 2, ["chunk_0.pt"]),
+    ],
+)
+def test_names_decide_the_split(tmp_path, files, train, val):
+    found = find_tokens(touch(tmp_path, *files))
+    names = [[path.name for path in split] for split in (found.train, found.val)]
+    assert (names[0] if isinstance(train, list) else len(names[0]), names[1]) == (train, val)
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "wanted"),
+    [
+        ([], ["absent"], "There is no file or directory"),
+        (["a/b.txt"], ["a"], "has no token files"),
+        (["a.txt"], ["a.txt"], "is not a token file of a known format"),
+        (["val.bin"], ["."], "contains only tokens for validation"),
+        (["a.bin", "b.npy"], ["."], r"several formats: a\.bin \(raw\) and b\.npy \(numpy\)"),
+        (["train.bin", "val.bin"], [".", "val.bin"], r"validation tokens, val\.bin, and --val"),
+        (["train.bin"], ["train.bin", "train.bin"], "is also training data"),
+        (["c/chunk_0.pt", "c/chunk_3.pt", "c/chunk_5.pt"], ["c"], "has no chunk 1, 2, 4"),
+        (["c/chunk_4.pt", "c/chunk_9.pt"], ["c"], "has no chunk 1, 2, 3 and 4 more"),
+        (["c/chunk_0.pt", "c/chunk_00.pt"], ["c"], "more than one chunk number 0"),
+    ],
+)
+def test_other_paths_are_rejected(tmp_path, files, arguments, wanted):
+    touch(tmp_path, *files)
+    with pytest.raises(DataError, match=wanted):
+        find_tokens(*(tmp_path / argument for argument in arguments))
+
+
+def test_text_and_other_binary_files_are_not_taken(tmp_path):
+    contents = {"text.bin": b"plain text", "elf.bin": b"\x7fELF\0", "gguf.bin": b"GGUF\0\0"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        assert kind_of(tmp_path / name) is None, name
+    os.mkfifo(tmp_path / "chunk_000000.pt")
+    assert kind_of(tmp_path / "chunk_000000.pt") is None, "it would wait for a writer"
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+OBJECTS = np.array([{"a": 1}, None], dtype=object)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("a.pt", torch.tensor([1.0]), "contains float32, not integers"),
+        ("a.pt", torch.tensor([True]), "contains bool, not integers"),
+        ("a.pt", torch.zeros(2, 2, 2).int(), r"has the shape \(2, 2, 2\)"),
+        ("a.pt", torch.tensor(4), r"has the shape \(\)"),
+        ("a.pt", torch.tensor([1, 2, 257]), "token 2: the id 257 is outside the vocabulary"),
+        ("a.pt", torch.tensor([1, -1, 2]), "token 1: the id -1 is outside the vocabulary"),
+        ("a.pt", {"tokens": [1]}, "has 0 keys of tensors"),
+        ("a.pt", {"a": torch.tensor([1]), "b": torch.tensor([2])}, "has 2 keys of tensors"),
+        ("a.pt", Evil(), "more than tensors, and code in a file is never run"),
+        ("a.pt", bytearray(9), "contains a bytearray, not a dense tensor|more than tensors"),
+        ("a.pt", b"no pickle", "cannot be read as a tensor: "),
+        ("a.pt", b"", "cannot be read as a tensor: "),
+        ("a.pt", torch.zeros(4).int().to_sparse(), "not a dense tensor"),
+        ("a.pt", torch.empty(4, dtype=torch.int64, device="meta"), "not a dense tensor"),
+        ("a.npy", np.zeros(5), "contains float64, not integers"),
+        ("a.npy", np.array(["a"]), "contains <U1, not integers"),
+        ("a.npy", np.array(5), r"has the shape \(\)"),
+        ("a.npy", np.zeros(0, np.int64), "contains no tokens"),
+        ("a.npy", OBJECTS, "Python objects"),
+        ("a.npy", pickle.dumps([1, 2]), "cannot be read as an array"),
+        ("a.bin", b"\0" * 7, "has 7 bytes, which is not a whole number of uint16 tokens"),
+        ("a.bin", b"\1\0\xff\xff\2\0", "token 1: the id 65535 is outside the vocabulary"),
+        ("a.bin", struct.pack("<3i", 20240520, 1, 5), "states 5 tokens.*contains 0"),
+        ("a.bin", struct.pack("<3i", 20240520, 1, 5).ljust(1028, b"\0"), "states 5.*contains 2"),
+        ("a.bin", struct.pack("<3i", 20240520, 1, 0).ljust(1024, b"\0"), "states 0 tokens"),
+        ("a.bin", struct.pack("<3i", 20240520, 1, 1).ljust(1027, b"\0"), "states 1 tokens"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path, imported, nothing_kept, capsys, name, content, wanted):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, np.ndarray):
+        np.save(path, content, allow_pickle=True)
+    else:
+        torch.save(content, path)
+    with pytest.raises(DataError, match=f"{name}.*({wanted})"):
+        imported(path)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_any_truncated_file_is_named(tmp_path, imported, nothing_kept, name):
+    path = WRITERS[name](tmp_path / name, list(range(150)))
+    whole = path.read_bytes()
+    for keep in (3, 21, 129, len(whole) - 5):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(DataError, match=path.name):
+            imported(path)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "b.pth"])
+def test_any_changed_byte_gives_integers_or_a_named_error(tmp_path, name):
+    path = WRITERS[name](tmp_path / name, list(range(40)))
+    whole = path.read_bytes()
+    start = whole.index(b"ctorch._utils")
+    messages = []
+    for offset in range(start - 2, start + 140):
+        for bits in (0x01, 0x40, 0xFF):
+            changed = bytes([whole[offset] ^ bits])
+            path.write_bytes(whole[:offset] + changed + whole[offset + 1 :])
+            try:
+                read_tokens(path, Reading(vocab_size=300))
+            except DataError as error:
+                messages.append(error.what)
+    assert len(messages) > 100
+    assert all(str(path) in what and "weights_only" not in what for what in messages)
+
+
+def test_the_key_of_a_dict_can_be_named(imported, chunks):
+    folder = chunks({0: {"a": torch.arange(50), "b": torch.arange(50) + 100}})
+    with pytest.raises(DataError, match="has no key 'c'") as caught:
+        imported(folder, field="c")
+    assert "--field: 'a', 'b'" in caught.value.fix
+    assert imported(folder, field="b").train == list(range(100, 145))
+    with pytest.raises(DataError, match="field is 'b', and 'a' is requested"):
+        imported(folder, field="a")
+    usual = {"attention_mask": torch.ones(50), "input_ids": torch.arange(50)}
+    assert imported(chunks({0: usual}, name="usual"), out="usual-out").train == list(range(45))
+
+
+def test_a_file_that_changes_during_the_import_is_named(
+    imported, nothing_kept, chunks, monkeypatch
+):
+    folder = chunks({0: np.arange(200), 1: np.arange(200)})
+    seen = []
+
+    def changing(path, reading):
+        read = read_tokens(path, reading)
+        seen.append(path)
+        if len(seen) == 4:
+            before = path.stat()
+            torch.save(torch.arange(200) + 1, path)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return read
+
+    monkeypatch.setattr(importing, "read_tokens", changing)
+    with pytest.raises(DataError, match="a token file was changed during the import"):
+        imported(folder)
 
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -117,8 +439,8 @@ def tiktoken_file(folder):
     return folder / "small.tiktoken"
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.json", "folder", "saved", "tiktoken"])
-def test_chunks_of_every_kind_of_tokenizer_are_imported(chunks, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["tokenizer.json", "folder", "saved", "tiktoken", "metadata"])
+def test_tokens_of_every_kind_of_tokenizer_are_imported(chunks, imported, tmp_path, kind):
     path = tiktoken_file(tmp_path) if kind == "tiktoken" else hub_file(tmp_path)
     options = {"pattern": GPT2_PATTERN} if kind == "tiktoken" else {}
     known = load_tokenizer(path, **options)
@@ -128,168 +450,41 @@ def test_chunks_of_every_kind_of_tokenizer_are_imported(chunks, tmp_path, kind):
     documents = [[*known.encode(text), known.eot_id] for text in TEXTS]
     whole = [token for document in documents for token in document]
     third = len(whole) // 3
+    metadata = {"vocab_size": 50_304, "total_tokens": len(whole), "author": None}
+    if kind == "metadata":
+        metadata["tokenizer_name"] = os.path.relpath(path, tmp_path / "chunks")
     folder = chunks(
-        {0: whole[:third], 1: whole[third : 2 * third], 2: whole[2 * third :]},
-        {"vocab_size": 50_304, "total_tokens": len(whole)},
+        {0: whole[:third], 1: whole[third : 2 * third], 2: whole[2 * third :]}, metadata
     )
-    made = bring_in(
-        folder,
-        tokenizer=str(path.parent if kind == "folder" else path),
-        split="tail 0.25",
-        **options,
-    )
-    train, ends = of_split(folder, "train")
-    assert train + of_split(folder, "val")[0] == whole
-    assert (
-        ends[: len(ends) - 1]
-        == np.cumsum([len(document) for document in documents])[: len(ends) - 1].tolist()
-    )
-    dataset = Dataset.open(folder.parent / "out")
-    assert dataset.tokenizer.decode(train) == known.decode(train)
+    spec = None if kind == "metadata" else str(path.parent if kind == "folder" else path)
+    made = imported(folder, tokenizer=spec, split="tail 0.25", **options)
+    assert made.train + made.val == whole
+    ends = np.cumsum([len(document) for document in documents]).tolist()
+    assert made.train_ends[:-1] == ends[: len(made.train_ends) - 1]
+    assert Dataset.open(tmp_path / "out").tokenizer.decode(made.train) == known.decode(made.train)
     assert (made.manifest.vocab_size, made.manifest.text_bytes) == (
         known.vocab_size,
         sum(len(text) for text in TEXTS),
     )
-
-
-def test_numbers_that_json_lacks_are_kept_as_text(chunks):
-    folder = chunks({0: np.arange(200)})
-    (folder / "metadata.json").write_text('{"loss": NaN, "most": -Infinity, "large": [1e999, 1.5]}')
-    made = bring_in(folder)
-    assert made.manifest.source["metadata"] == {
-        "loss": "NaN",
-        "most": "-Infinity",
-        "large": ["1e999", 1.5],
-    }
-    assert bring_in(folder).existed
-    (folder / "metadata.json").write_text('{"loss": 1}')
-    with pytest.raises(
-        DataError, match=r"contains a different dataset: metadata\.json has changed\."
-    ):
-        bring_in(folder)
-
-
-def test_missing_numbers_are_named(chunks):
-    folder = chunks({number: [1] for number in (0, 1, 3, 4, 8)})
-    with pytest.raises(DataError, match=r"has no chunk 2, 5 to 7\."):
-        files(folder)
-    with pytest.raises(DataError, match=r"has no chunk 1 to 4\."):
-        files(chunks({5: [1]}, name="late"))
-    with pytest.raises(DataError, match="17, 19 and 40 more gaps"):
-        files(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
-    with pytest.raises(DataError, match=r"num_chunks 7\. There are 2"):
-        bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
-
-
-def test_duplicate_numbers_are_rejected(chunks):
-    folder = chunks({0: [1], 1: [2]})
-    torch.save(torch.tensor([1]), folder / "chunk_1.pt")
-    with pytest.raises(DataError, match="more than one chunk number 1"):
-        files(folder)
-
-
-class Evil:
-    def __reduce__(self):
-        return print, ("run",)
-
-
-@pytest.mark.parametrize(
-    ("content", "wanted"),
-    [
-        (torch.tensor([1.0]), "contains a tensor of float32, not of integers"),
-        (torch.tensor([True]), "contains a tensor of bool, not of integers"),
-        (torch.zeros(3, 4, dtype=torch.int64), r"of shape \(3, 4\), not of one dimension"),
-        (torch.tensor(4), r"of shape \(\), not of one dimension"),
-        (
-            torch.tensor([1, 2, 257]),
-            "token 2: the id 257 is outside the vocabulary of .*, whose ids are below 257",
-        ),
-        (torch.tensor([1, -1, 2]), "token 1: the id -1 is outside the vocabulary"),
-        ({"tokens": [1]}, "contains a dict, not a tensor"),
-        ({"tokens": torch.tensor([1.0])}, "contains a tensor of float32"),
-        (
-            {"a": torch.tensor([1]), "b": torch.tensor([2])},
-            "has 2 keys, and it is not clear which contains the tokens",
-        ),
-        (
-            Evil(),
-            r"contains more than a tensor: it names \w+\.print, and code in a file is never run",
-        ),
-        (b"no pickle", "cannot be read as a tensor: "),
-        (b"", "cannot be read as a tensor: "),
-        (
-            torch.zeros(1, dtype=torch.int64).expand(1 << 40),
-            "contains an expanded tensor: 1,099,511,627,776 elements in 8 bytes",
-        ),
-        (torch.zeros(4, dtype=torch.int64).to_sparse(), "contains "),
-        (torch.empty(1 << 40, dtype=torch.int64, device="meta"), "contains "),
-        (bytearray(9), r"contains more than a tensor: it names \w+\.bytearray"),
-    ],
-)
-def test_an_unusable_chunk_is_named_and_nothing_is_kept(chunks, capsys, content, wanted):
-    folder = chunks({0: [1, 2, 3], 1: [1]})
-    if isinstance(content, bytes):
-        path(folder, 1).write_bytes(content)
-    else:
-        torch.save(content, path(folder, 1))
-    with pytest.raises(DataError, match=f"chunk_000001.pt.*{wanted}"):
-        bring_in(folder)
-    assert not (folder.parent / "out").exists()
-    assert capsys.readouterr().out == ""
+    assert ("names the tokenizer" in made.said) == (kind == "metadata")
 
 
 @pytest.mark.parametrize(
     ("metadata", "wanted"),
     [
         ({"total_tokens": 9}, "has total_tokens 9. There are 4"),
+        ({"num_chunks": 7}, "has num_chunks 7. There are 2"),
         ({"vocab_size": 100}, "has vocab_size 100. The tokenizer has 257"),
-        ([1], "is not a JSON object"),
+        ([1], "it is not a JSON object"),
     ],
 )
-def test_metadata_that_contradicts_the_chunks_is_rejected(chunks, metadata, wanted):
+def test_metadata_that_contradicts_the_chunks_is_rejected(
+    chunks, imported, nothing_kept, metadata, wanted
+):
     folder = chunks({0: [1, 2], 1: [3, 4]}, metadata)
     with pytest.raises(DataError, match=wanted):
-        bring_in(folder)
-
-
-def test_a_padded_vocabulary_and_unknown_keys_are_accepted(chunks):
-    metadata = {"vocab_size": 50_304, "total_tokens": 4, "author": None}
-    assert bring_in(chunks({0: [1, 2], 1: [3, 4]}, metadata)).manifest.tokens == 4
-
-
-def test_metadata_must_be_json(chunks):
-    folder = chunks({0: [1, 2]})
-    (folder / "metadata.json").write_text("{")
-    with pytest.raises(DataError, match=r"metadata.json cannot be read"):
-        bring_in(folder)
-
-
-DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "uint32", "int64"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks_of_any_integers_and_dicts_are_imported(chunks, dtype):
-    tokens = np.arange(100).astype(dtype)
-    saved = torch.from_numpy(tokens)
-    mask = torch.ones(100)
-    folder = chunks({0: saved, 1: {"input_ids": saved, "attention_mask": mask}})
-    bring_in(folder, split="tail 0.5")
-    assert of_split(folder, "train")[0] == of_split(folder, "val")[0] == tokens.tolist()
-
-
-def test_the_key_of_a_dict_can_be_named(chunks):
-    pair = {"a": torch.arange(50), "b": torch.arange(50) + 100}
-    folder = chunks({0: pair})
-    with pytest.raises(DataError, match="has no key 'c'") as caught:
-        bring_in(folder, field="c")
-    assert "--field: 'a', 'b'" in caught.value.fix
-    bring_in(folder, field="b")
-    assert of_split(folder, "train")[0] == list(range(100, 145))
-    with pytest.raises(DataError, match="field is 'b', and 'a' is requested"):
-        bring_in(folder, field="a")
-
-
-def test_a_file_of_torch_is_imported_alone(tmp_path):
-    torch.save(torch.arange(200), tmp_path / "tokens.pt")
-    bring_in(tmp_path / "tokens.pt")
-    assert of_split(tmp_path / "tokens.pt", "train")[0] == list(range(180))
+        imported(folder)
+    (folder / "metadata.json").unlink()
+    os.mkfifo(folder / "metadata.json")
+    with pytest.raises(DataError, match=r"metadata\.json cannot be read"):
+        imported(folder)

@@ -252,8 +252,6 @@ def difference(existing: JsonObject, requested: JsonObject) -> str:
             shown = f"its {text} is {there}, and {wanted} is requested"
             if there == wanted:
                 shown = f"the {text} has changed"
-        elif key == "metadata":
-            shown = "metadata.json has changed"
         elif key == "chat_template":
             there, wanted = (one and one["name"] for one in (there, wanted))
             shown = f"{key} is {there!r}, and {wanted!r} is requested"

@@ -1,0 +1,418 @@
+"""Token files of other tools: .npy, llm.c's and nanoGPT's .bin, and files of torch.save.
+
+Nothing in a file is executed. Files are mapped, so they may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flatout.errors import DataError, in_shell
+from flatout.storage.files import Array
+from flatout.storage.json_io import JsonObject
+from flatout.storage.recognised import (
+    CHUNK_NAME,
+    HEAD_BYTES,
+    LEGACY_TORCH,
+    LLM_C,
+    NOT_TOKENS,
+    is_text,
+    read_regular,
+    recognise,
+)
+
+FIELDS = ("input_ids", "tokens", "token_ids", "ids")
+"""Usual names of the field that contains the tokens."""
+DTYPES = ("uint16", "uint32", "uint64", "int16", "int32", "int64", "uint8")
+"""Types that files without a header may contain."""
+EXAMPLES = "train.bin, tokens.npy, chunk_000000.pt"
+METADATA = "metadata.json"
+"""What another tool recorded of its chunks, beside them."""
+STATED = {
+    "chunks": ("num_chunks", "total_chunks", "n_chunks"),
+    "tokens": ("num_tokens", "total_tokens", "n_tokens"),
+    "ids": ("vocab_size", "vocabulary_size"),
+}
+"""Counts that it may state, and their keys."""
+TOKENIZERS = ("tokenizer", "tokenizer_name", "tokenizer_path", "tokenizer_file")
+"""Keys under which it may name the tokenizer."""
+COPY = "Copy or write the file again."
+_SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|test)(?=[_.-]|$)")
+_VALIDATION = {"val", "valid", "validation"}
+_LLM_C_BYTES = 1024
+"""The header of llm.c: the magic number, the version, the number of tokens, and zeros."""
+_SAMPLED_BYTES = 1 << 16
+"""Bytes that are read at the start, in the middle and at the end to guess the type."""
+_ENOUGH = 8
+"""Tokens of a type that a sample must contain to prefer it to a narrower one."""
+_GUESSES = ("uint64", "uint32", "uint16")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read what a file does not state."""
+
+    vocab_size: int
+    """Number of ids. It decides between types that a file without a header may contain."""
+    dtype: str | None = None
+    """The type of the tokens of a file without a header. Guessed when None."""
+    field: str | None = None
+    """The key with the tokens in a file of torch.save: one of FIELDS, or the only one, when
+    None."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The token files of a path, in the order in which they are read."""
+
+    train: tuple[Path, ...]
+    val: tuple[Path, ...] = ()
+    """Separate validation tokens. Without them, they are taken from the end."""
+    left_out: tuple[str, ...] = ()
+    """Test files, which are not read."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files to read."""
+        return self.train + self.val
+
+
+def kind_of(path: Path) -> str | None:
+    """Return the format of a token file: numpy, torch, llm.c or raw, None for other files."""
+    suffix = path.suffix.lower()
+    if suffix not in (".npy", ".pt", ".pth", ".ckpt", ".bin") or not path.is_file():
+        return None
+    if suffix != ".bin":
+        return "numpy" if suffix == ".npy" else "torch"
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if head.startswith((b"PK\x03\x04", LEGACY_TORCH)):
+        return "torch"
+    if head[:4] in LLM_C:
+        return "llm.c"
+    is_other = head.startswith(NOT_TOKENS) or is_text(head)
+    beside = path.with_suffix(".idx"), path.parent / "manifest.json"
+    return None if is_other or any(map(Path.exists, beside)) else "raw"
+
+
+def find_tokens(path: Path, val: Path | None = None, *, is_raw: bool = False) -> Found:
+    """Return the token files of a path: a file, or a directory of files or of directories.
+
+    In a directory of several, `val` in a name marks validation tokens, and `test` is omitted. A
+    file whose name shows no format has no header if it `is_raw`.
+
+    Raises: DataError when there are none, a chunk is missing, or formats are mixed.
+    """
+    found = _found(path, is_raw=is_raw)
+    if val is None:
+        return found
+    if found.val:
+        raise DataError(
+            f"{path} contains validation tokens, {found.val[0].name}, and --val names others.",
+            fix="Remove --val, or name the training tokens alone.",
+        )
+    other = _found(val, is_raw=is_raw)
+    if {file.resolve() for file in other.files} & {file.resolve() for file in found.files}:
+        raise DataError(
+            f"--val {val} is also training data: validating on it measures nothing.",
+            fix="Name other tokens, or remove --val to use the last tenth.",
+        )
+    return Found(found.train, other.files, (*found.left_out, *other.left_out))
+
+
+def _found(path: Path, *, is_raw: bool) -> Found:
+    if kind_of(path) or (is_raw and path.is_file()):
+        return Found((path,))
+    if not path.is_dir():
+        raise _unknown(path)
+    if chunks := _chunks(path):
+        return Found(chunks)
+    by_split: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
+    for entry in sorted(path.iterdir()):
+        files = (entry,) if kind_of(entry) else _chunks(entry) if entry.is_dir() else ()
+        match = _SPLIT.search(entry.name.lower())  # the first such word. Else it is training
+        word = match[1] if match else "train"
+        split = "val" if word in _VALIDATION else "test" if word == "test" else "train"
+        if entry.name[0] != ".":
+            by_split[split] += files
+    examples = {str(kind_of(file)): file for files in by_split.values() for file in files}
+    if not examples:
+        raise _unknown(path)
+    if len(examples) > 1:
+        shown = " and ".join(f"{file.name} ({kind})" for kind, file in examples.items())
+        raise DataError(
+            f"{path} contains tokens in several formats: {shown}.", fix="Name one of the files."
+        )
+    train, val, test = (tuple(by_split[name]) for name in ("train", "val", "test"))
+    if not train:
+        raise DataError(
+            f"{path} contains only tokens for {'validation' if val else 'tests'}.",
+            fix="Name a file as training tokens, and another with --val.",
+        )
+    return Found(train, val, tuple(file.name for file in test))
+
+
+def _chunks(folder: Path) -> tuple[Path, ...]:
+    """Return the files chunk_NNNNNN.pt of a directory in order. Numbers start at 0 or 1.
+
+    Raises: DataError when numbers are missing or duplicated.
+    """
+    numbered = sorted(
+        (int(match[1]), entry)
+        for entry in folder.iterdir()
+        if (match := CHUNK_NAME.fullmatch(entry.name))
+    )
+    numbers = [number for number, _ in numbered]
+    if len({*numbers}) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise DataError(
+            f"{folder} has more than one chunk number {twice}.",
+            fix="Remove the one that does not belong there.",
+        )
+    missing = sorted({*range(min(numbers[0], 1), numbers[-1])} - {*numbers}) if numbers else []
+    if missing:
+        raise DataError(
+            f"{folder} has no chunk {', '.join(map(str, missing[:3]))}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}.",
+            fix="Copy the missing files there, or renumber the files.",
+        )
+    return tuple(entry for _, entry in numbered)
+
+
+def _unknown(path: Path) -> DataError:
+    """Return the error for a path without tokens."""
+    known = recognise(path)
+    if known is not None:
+        return DataError(known.instead_of("tokens that `flatout import` reads"), fix=known.fix)
+    if not path.exists():
+        return DataError(
+            f"There is no file or directory {path}.",
+            fix=f"Check the path. `import` reads {EXAMPLES}.",
+        )
+    if path.is_dir():
+        return DataError(
+            f"{path} has no token files.",
+            fix=f"Name the directory or the file that contains them: {EXAMPLES}.",
+        )
+    out = in_shell(f"data/{path.stem}")
+    return DataError(
+        f"{path} is not a token file of a known format.",
+        fix=f"If it is text, prepare it: `flatout prepare {in_shell(path)} --out {out}`. If it "
+        "contains tokens without a header, name their type, such as --dtype uint16.",
+    )
+
+
+def read_metadata(folder: Path) -> JsonObject:
+    """Return the metadata.json beside chunks. Empty if there is none.
+
+    Raises: DataError when it is not a JSON object.
+    """
+    path = folder / METADATA
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        found, reason = None, str(error)
+    else:
+        reason = "it is not a JSON object"
+    if not isinstance(found, dict):
+        raise DataError(
+            f"{path} cannot be read: {reason}.",
+            fix="Repair it, or move it away: the import does not need it.",
+        )
+    return found
+
+
+def check_metadata(folder: Path, metadata: JsonObject, counts: dict[str, int]) -> None:
+    """Check counts of chunks, tokens and ids against those that a metadata.json states.
+
+    The number of ids there may be padded.
+
+    Raises: DataError.
+    """
+    for what, found in counts.items():
+        for key in STATED[what]:
+            stated = metadata.get(key)
+            if isinstance(stated, int) and stated != found and (what != "ids" or stated < found):
+                is_ids = what == "ids"
+                there = f"The tokenizer has {found}" if is_ids else f"There are {found}"
+                raise DataError(
+                    f"{folder / METADATA} has {key} {stated}. {there}.",
+                    fix="Name the tokenizer that made the chunks."
+                    if is_ids
+                    else f"Copy the missing chunks there, or correct {METADATA}.",
+                )
+
+
+def read_tokens(path: Path, reading: Reading) -> tuple[Array, str | None]:
+    """Return the tokens of a file, mapped where possible, and a guess that users should know of.
+
+    The rows of a two-dimensional array follow each other.
+
+    Shapes:  returns (T,), integers.
+    Raises: DataError when the file is damaged, needs a pickle, or does not contain integers.
+    """
+    array, note = _READERS[kind_of(path) or "raw"](path, reading)
+    require_tokens(array.dtype, array.shape, str(path))
+    if not array.size:
+        raise DataError(f"{path} contains no tokens.", fix=COPY)
+    if array.ndim > 1:
+        rows, columns = array.shape
+        note = f"{path.name} has {rows:,} rows of {columns:,} tokens, which follow each other."
+    return array.reshape(-1), note
+
+
+def require_tokens(dtype: np.dtype[np.generic], shape: Sequence[int], where: str) -> None:
+    """Check that an array is a row of integers, or several.
+
+    Raises: DataError.
+    """
+    if dtype.kind not in "iu":
+        raise DataError(
+            f"{where} contains {dtype}, not integers.", fix="Name token ids of an integer type."
+        )
+    if not 1 <= len(shape) <= 2:
+        raise DataError(
+            f"{where} has the shape {tuple(shape)}.",
+            fix="Write the tokens one after the other: tokens.reshape(-1).",
+        )
+
+
+def _numpy(path: Path, _reading: Reading) -> tuple[Array, None]:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False), None
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(
+            f"{path} cannot be read as an array of integers: {error}.",
+            fix="Save the tokens again: numpy.save(path, tokens). A pickle is never read.",
+        ) from error
+
+
+def _llm_c(path: Path, _reading: Reading) -> tuple[Array, None]:
+    with path.open("rb") as file:
+        head = file.read(_LLM_C_BYTES)
+    dtype = np.dtype(LLM_C[head[:4]]).newbyteorder("<")
+    count, rest = divmod(path.stat().st_size - _LLM_C_BYTES, dtype.itemsize)
+    stated = int.from_bytes(head[8:12], "little")
+    if count != stated or rest or not count:
+        raise DataError(
+            f"{path} states {stated:,} tokens in its header, but contains {max(count, 0):,}.",
+            fix=COPY,
+        )
+    return np.memmap(path, dtype, "r", offset=_LLM_C_BYTES), None
+
+
+def _torch(path: Path, reading: Reading) -> tuple[Array, None]:
+    import torch
+
+    try:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            found = torch.load(path, map_location="cpu", weights_only=True)  # before torch 1.6
+    except Exception as error:  # torch's unpickler raises errors of any kind for a damaged file
+        text = str(error).strip().partition("\n")[0].rstrip(".")
+        # torch's message about weights_only tells users how to run the file's code
+        reason = text or type(error).__name__
+        if "weights_only" in str(error):
+            reason = "it contains more than tensors, and code in a file is never run"
+        raise DataError(
+            f"{path} cannot be read as a tensor: {reason}.",
+            fix="Write it again: one tensor of integers, saved with torch.save.",
+        ) from error
+    if isinstance(found, dict):
+        tensors = {str(key): each for key, each in found.items() if torch.is_tensor(each)}
+        found = tensors[_field(list(tensors), reading, path)]
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_meta:
+        raise DataError(
+            f"{path} contains a {type(found).__name__}, not a dense tensor of integers.",
+            fix="Write it again: one tensor of integers, saved with torch.save.",
+        )
+    is_number = not (found.is_floating_point() or found.is_complex() or found.is_quantized)
+    if not is_number or found.dtype == torch.bool:
+        raise DataError(
+            f"{path} contains {str(found.dtype).removeprefix('torch.')}, not integers.",
+            fix="Name token ids of an integer type.",
+        )
+    tokens: Array = found.numpy()
+    return tokens, None
+
+
+def _field(names: Sequence[str], reading: Reading, path: Path) -> str:
+    """Return the key with the tokens.
+
+    Raises: DataError when the named one does not exist, or the choice is not clear.
+    """
+    usual = [name for name in (reading.field, *FIELDS) if name in names]
+    if reading.field is None and not usual:
+        usual = [*names] if len(names) == 1 else []
+    if not usual or (reading.field is not None and usual[0] != reading.field):
+        shown = ", ".join(map(repr, names[:10])) or "none"
+        wanted = f"no key {reading.field!r}" if reading.field else f"{len(names)} keys of tensors"
+        raise DataError(
+            f"{path} has {wanted}, so it is not clear which tensor contains the tokens.",
+            fix=f"Name it with --field: {shown}." if names else COPY,
+        )
+    return str(usual[0])
+
+
+def _raw(path: Path, reading: Reading) -> tuple[Array, str | None]:
+    if reading.dtype is not None and reading.dtype not in DTYPES:
+        raise DataError(
+            f"--dtype {reading.dtype!r} is not a type of tokens.", fix=f"Use {', '.join(DTYPES)}."
+        )
+    fallback = "uint16" if reading.vocab_size <= 1 << 16 else "uint32"
+    name = reading.dtype or guess_dtype(_sample(path), reading.vocab_size) or fallback
+    dtype = np.dtype(name).newbyteorder("<")
+    size = path.stat().st_size
+    if not size or size % dtype.itemsize:
+        raise DataError(
+            f"{path} has {size:,} bytes, which is not a whole number of {dtype.name} tokens.",
+            fix="Copy the file again: it is probably truncated. If its tokens have a different "
+            f"type, name it: --dtype {' or '.join(DTYPES[:3])}.",
+        )
+    note = f"{path.name} is read as {dtype.name}. --dtype names a different type."
+    return np.memmap(path, dtype, "r"), None if reading.dtype else note
+
+
+def guess_dtype(sample: bytes, vocab_size: int) -> str | None:
+    """Return the widest unsigned type in which all tokens of a sample are in the vocabulary.
+
+    A narrower type also fits, with zeros between the tokens. Signed and unsigned types store the
+    same bytes. None when no type fits.
+    """
+    for name in _GUESSES:
+        tokens = np.frombuffer(sample[: len(sample) // 8 * 8], f"<u{np.dtype(name).itemsize}")
+        wide_enough = len(tokens) >= _ENOUGH or name == _GUESSES[-1]
+        if wide_enough and len(tokens) and int(tokens.max()) < vocab_size:
+            return name
+    return None
+
+
+def _sample(path: Path) -> bytes:
+    """Return bytes of the start, the middle and the end of a file, whole words of 8 bytes."""
+    size = path.stat().st_size // 8 * 8
+    length = min(size, _SAMPLED_BYTES)
+    with path.open("rb") as file:
+        found = []
+        for start in sorted({0, (size - length) // 16 * 8, size - length}):
+            file.seek(start)
+            found.append(file.read(length))
+    return b"".join(found)
+
+
+_READERS: dict[str, Callable[[Path, Reading], tuple[Array, str | None]]] = {
+    "numpy": _numpy,
+    "llm.c": _llm_c,
+    "torch": _torch,
+    "raw": _raw,
+}
