@@ -9,6 +9,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import digest_of
 from flatout.training.evaluation import Evaluation, score
 from flatout.training.loop import (
+    Session,
     ends_early,
     eval_tokens,
     log_evaluation,
@@ -16,7 +17,6 @@ from flatout.training.loop import (
 )
 from flatout.training.metrics.log import Log
 from flatout.training.saving import require_own, save_last, stating_room, wait_for_saves
-from flatout.training.session import Session
 
 
 def finish(session: Session, predicted: JsonObject) -> JsonObject:

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from flatout.assembly.run import Run
 from flatout.distributed.rendezvous import expect_steps
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
+from flatout.training.metrics.log import Log
 from flatout.training.run_dir.start import out_of_patience
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
-from flatout.training.session import Session
 from flatout.training.signals import WorkInterrupted
 from flatout.training.soundness import require_sound
 from flatout.training.step import StepDropped, train_step
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run in progress, its log, and what may stop it."""
+
+    run: Run
+    log: Log
+    """Also holds `progress`, where the run reports to the user."""
+    stop: Callable[[Run], bool] = lambda _run: False
+    """Called before each step: whether to end the loop. All ranks get the same answer."""
+    drop: Callable[[Run, int], bool] | None = None
+    """Called before batch 2 and later of a step or an evaluation, with its number: whether to drop
+    that work. All ranks get the same answer."""
+    sample: Callable[[Run], str] | None = None
+    """Generates a short text with the model in its current state."""
 
 
 def fit(session: Session) -> Run:

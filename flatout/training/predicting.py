@@ -24,8 +24,7 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
 from flatout.hardware.machine import BUSY_CORES, CpuTimes
 from flatout.storage.json_io import JsonObject
-from flatout.training.run_plan import RunPlan
-from flatout.training.session import RunRequest
+from flatout.training.run_plan import RunPlan, RunRequest
 
 
 @dataclass(frozen=True)

@@ -50,23 +50,27 @@ from flatout.training.evaluation import (
     warn_of_unscored,
 )
 from flatout.training.finish import finish
-from flatout.training.halving import halving
 from flatout.training.init_from import load_initial
-from flatout.training.loop import ends_early, fit
+from flatout.training.loop import Session, ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import truncate_metrics
-from flatout.training.out_of_memory import explained, peers_named
+from flatout.training.out_of_memory import explained, halving, peers_named
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_dir.runlog import record_exit
 from flatout.training.run_dir.start import is_own
-from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, require_same_settings
+from flatout.training.run_plan import (
+    RunPlan,
+    RunRequest,
+    agree_on_plan,
+    dataset_of,
+    require_same_settings,
+)
 from flatout.training.saving import closing_saver, environment_of, save_last
-from flatout.training.session import RunRequest, Session
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.upload.uploader import claimed, send_rest, sending
 from flatout.training.warmup import warm_up

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,12 +19,15 @@ from flatout.config.trust import remember
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
+from flatout.hardware.machine import CpuTimes, Machine
 from flatout.models.lora import require_weights
+from flatout.progress import Progress
 from flatout.storage.files import PART, writing_run
 from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
+from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
     data_facts,
@@ -39,12 +43,38 @@ from flatout.training.run_dir.start import (
     is_own,
     require_steps_left,
 )
-from flatout.training.session import RunRequest
 from flatout.training.upload.restore import restore_lost
+
+if TYPE_CHECKING:
+    from flatout.assembly.run import Run
 
 LATER_S = 2.0
 """How much later other ranks fail than rank 0, whose error is shown first: a launcher ends all."""
 PATHS_OF_DATA = ("data.path", "data.mix")
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The arguments of `run_training`, with the machine and the data that the run uses."""
+
+    config: RunConfig
+    folder: Path
+    resume: str
+    """auto, never, or a checkpoint or run to resume from."""
+    trust_code: bool
+    """Whether the run's custom code may be imported."""
+    machine: Machine
+    ranks: Ranks
+    device: str
+    device_reason: str
+    dataset: AnyDataset
+    observers: Sequence[Observer]
+    sample: Callable[[Run], str] | None
+    cache: Path | None
+    """Cache of measurements on this hardware, if any."""
+    progress: Progress
+    began: CpuTimes
+    """What all processes had computed when the run started."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import digest_of
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import read_merged
 from flatout.training.init_from import find_weights, run_of
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
@@ -55,7 +55,7 @@ def test_a_run_starts_with_the_best_weights_and_nothing_else(
     )
     summary = run_training(config, tmp_path / "run")
     best = catalog.checkpoint_path(source, 4)
-    assert equal(read_weights(catalog.checkpoint_path(tmp_path / "run", 0)), read_weights(best))
+    assert equal(read_merged(catalog.checkpoint_path(tmp_path / "run", 0)), read_merged(best))
     first = catalog.checkpoint_path(tmp_path / "run", 0) / "state.json"
     state = json.loads(first.read_text())["values"]
     assert (state["step"], state["tokens"], state["loader"]) == (0, 0, {"position": 0})
@@ -290,7 +290,7 @@ def test_weights_with_the_names_of_the_runs_own_model_are_read_from_any_file(
     for name in ("x.pt", "last.ckpt", "compiled.pt", "model.safetensors", ""):
         run = tmp_path / f"run-{name}"
         run_training(config.with_values({"train.init_from": str(folder / name)}), run)
-        stored = read_weights(catalog.checkpoint_path(run, 0))
+        stored = read_merged(catalog.checkpoint_path(run, 0))
         assert all(torch.equal(value, weight) for value in stored.values()), name
     torch.save({"table.weight": weight, "norm.weight": weight[0]}, folder / "other.pt")
     with pytest.raises(CheckpointError, match="nor is it this run's model: it has norm"):

@@ -25,7 +25,6 @@ from flatout.training import init_from
 from flatout.training.checkpoint import catalog, contents
 from flatout.training.checkpoint.catalog import read_index
 from flatout.training.checkpoint.merged import MergedWeights, read_merged
-from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.run import run_training
 
 pytestmark = pytest.mark.slow
@@ -58,7 +57,7 @@ def equal(one, two):
 def test_a_checkpoint_has_the_adapters_alone(lora_config, source, tmp_path, events, messages):
     run_training(lora_config(checkpoint__keep=9), tmp_path / "run", progress=messages)
     checkpoint = last(tmp_path / "run")
-    stored = read_weights(checkpoint)
+    stored = MergedWeights(checkpoint).stored()
     assert stored
     assert all(".adapters." in name for name in stored)
     assert folder_bytes(checkpoint) < folder_bytes(last(source)) / 2
@@ -82,7 +81,7 @@ def test_training_starts_at_the_base_and_changes_adapters_alone(
 ):
     run_training(lora_config(checkpoint__keep=9, train__eval_every=1), tmp_path / "run")
     first, final = (catalog.checkpoint_path(tmp_path / "run", step) for step in (0, 6))
-    base = read_weights(last(source))
+    base = MergedWeights(last(source)).stored()
     assert equal(read_merged(first), base)
     merged = read_merged(final)
     changed = {name for name in merged if not torch.equal(merged[name], base[name])}
@@ -111,7 +110,7 @@ def test_merged_weights_compute_the_same_loss_and_text(lora_config, tmp_path):
     config = lora_config()
     unmerged = with_adapters(type(loaded.model)(loaded.model.config, loaded.model.ops), config.lora)
     base = read_index(last(tmp_path / "run")).base
-    weights = read_weights(last(tmp_path / "run")) | read_merged(Path(base.path))
+    weights = MergedWeights(last(tmp_path / "run")).stored() | read_merged(Path(base.path))
     unmerged.load_state_dict(weights)
     tokens_BT = torch.arange(12)[None] + 60
     with torch.no_grad():
@@ -180,7 +179,7 @@ def test_a_lora_run_is_a_base_too(lora_config, tiny_config, tmp_path):
     assert equal(read_merged(catalog.checkpoint_path(tmp_path / "second", 0)), first)
     whole = tiny_config(train__init_from=str(tmp_path / "first"), checkpoint__keep=9)
     run_training(whole, tmp_path / "third")
-    assert equal(read_weights(catalog.checkpoint_path(tmp_path / "third", 0)), first)
+    assert equal(MergedWeights(catalog.checkpoint_path(tmp_path / "third", 0)).stored(), first)
 
 
 def test_another_run_continues_with_the_adapters(lora_config, tiny_config, tmp_path):

@@ -9,6 +9,7 @@ from stand_in import build, outcome, train
 from warm import run_ranks
 
 from flatout.training.checkpoint import catalog, read_write, savers
+from flatout.training.checkpoint.merged import read_merged
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ def test_one_process_and_several_read_each_others_checkpoints(layout):
     read_write.load(first, there)
     differences = read_write.load(second, back)
     assert "written by" in differences[0]
-    one, two = read_write.read_weights(there), read_write.read_weights(back)
+    one, two = read_merged(there), read_merged(back)
     assert all(torch.equal(one[name], two[name]) for name in one | two)
     one, two = outcome(first, 3), outcome(second, 3)
     for key in ("losses", "weights", "moments", "numbers", "scale"):

@@ -22,7 +22,7 @@ from flatout.inference.load import load_run
 from flatout.training import loop
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import read_merged
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config, read_exit_code
@@ -308,7 +308,7 @@ def test_a_diverging_run_ends_after_its_bad_steps_and_saves_only_finite_weights(
     assert 1 <= len(records(tmp_path / "run")) < 10, "the third bad step ends it"
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     for step in catalog.steps(tmp_path / "run"):
-        weights = read_weights(catalog.checkpoint_path(tmp_path / "run", step))
+        weights = read_merged(catalog.checkpoint_path(tmp_path / "run", step))
         assert step <= 2
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
 

@@ -20,7 +20,7 @@ from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.hardware.machine import probe
 from flatout.inference.load import load_run
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import read_merged
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
 from flatout.training.run_plan import require_same_settings
@@ -45,8 +45,8 @@ def test_a_run_that_resumes_another_trains_at_its_own_rate(tiny_config, tmp_path
     config = tiny_config(train__steps=6, optim__lr=1e-12, **constant)
     run_training(config, tmp_path / "second", resume=str(tmp_path / "first"))
     assert {r["train/lr"] for r in records(tmp_path / "second") if "train/lr" in r} == {1e-12}
-    before = read_weights(tmp_path / "first/checkpoints/step-3")
-    after = read_weights(tmp_path / "second/checkpoints/step-6")
+    before = read_merged(tmp_path / "first/checkpoints/step-3")
+    after = read_merged(tmp_path / "second/checkpoints/step-6")
     assert max(float((after[name] - before[name]).abs().max()) for name in before) < 1e-10
 
 

@@ -15,9 +15,8 @@ from flatout.data.load.loader import PrefetchLoader, StepBatch
 from flatout.errors import DiskFull
 from flatout.measure.attach.stages import Stages
 from flatout.training.evaluation import score
-from flatout.training.loop import fit
+from flatout.training.loop import Session, fit
 from flatout.training.saving import environment_of
-from flatout.training.session import Session
 
 SCORED_ROWS = 8
 """Micro-batches of the trial evaluation."""

@@ -20,7 +20,6 @@ from flatout.storage.json_io import RESTORE, parsing
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Base, read_index
 from flatout.training.checkpoint.contents import WEIGHTS, find_base
-from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.checkpoint.weights import cuts_of, initial_weights, weights_and_aliases
 
 
@@ -65,7 +64,7 @@ class MergedWeights:
             path = find_base(checkpoint, base)
             self._base = _BaseModelWeights(path) if is_foreign(str(path)) else MergedWeights(path)
             with parsing(checkpoint / catalog.INDEX):
-                self._deltas = _deltas(base, read_weights(checkpoint))
+                self._deltas = _deltas(base, self.stored())
             self._check_rows(base)
 
     def _check_rows(self, base: Base) -> None:
@@ -105,14 +104,22 @@ class MergedWeights:
 
         Shapes:  as in `shapes`.
         """
-        if self._base is None or name in self._index:
-            entry = self._index[name]
-            weight = tensors.empty(entry)
-            key = WEIGHTS + name
-            tensors.fill({key: weight}, {key: entry}, self.checkpoint)
-        else:
-            weight = self._base.read(name)
+        own = self._base is None or name in self._index
+        weight = self._own(name) if own or self._base is None else self._base.read(name)
         return merge(name, weight, self._deltas)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return what the checkpoint itself has, unsharded: of LoRA, the adapters.
+
+        Shapes:  as in the model.
+        """
+        return {name: self._own(name) for name in self._index}
+
+    def _own(self, name: str) -> Tensor:
+        weight = tensors.empty(self._index[name])
+        key = WEIGHTS + name
+        tensors.fill({key: weight}, {key: self._index[name]}, self.checkpoint)
+        return weight
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:

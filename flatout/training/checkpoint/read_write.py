@@ -26,7 +26,6 @@ from flatout.storage.json_io import JsonObject, parsing, read_json
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Entry, read_index
-from flatout.training.checkpoint.contents import WEIGHTS
 from flatout.training.checkpoint.state import STATE, StateItem
 from flatout.training.checkpoint.weights import cuts_of
 
@@ -58,23 +57,6 @@ def load(
             with parsing(checkpoint / catalog.STATE):
                 item.restore(run, state["values"][item.name])
     return _differences(run, state, environment) + _forget_best(run, state, environment or {})
-
-
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Return every stored weight, unsharded, by its name in the model's state_dict.
-
-    Any number of ranks may have written them. A LoRA checkpoint stores adapters alone. `merged.py`
-    adds them to their base. The caller has verified the files.
-
-    Shapes: as in the model.
-    Raises: CheckpointError when a file cannot be read.
-    """
-    index = read_index(checkpoint)
-    entries = {name: entry for name, entry in index.tensors.items() if name.startswith(WEIGHTS)}
-    targets = {name: tensors.empty(entry) for name, entry in entries.items()}
-    tensors.fill(targets, entries, checkpoint)
-    weights = targets | {alias: targets[name] for alias, name in index.aliases.items()}
-    return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
 
 
 def _prepare(

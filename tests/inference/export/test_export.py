@@ -16,8 +16,7 @@ from flatout.inference.export.destination import require_free
 from flatout.models.families.source import ForeignWeights, find_model
 from flatout.ops import Ops
 from flatout.storage.whole import MANIFEST
-from flatout.training.checkpoint.merged import MergedWeights
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import MergedWeights, read_merged
 from flatout.training.run_dir import layout
 
 pytestmark = pytest.mark.slow
@@ -30,7 +29,7 @@ def contents(folder):
 def test_safetensors_have_flatouts_names_and_are_read_again(make_run, export_to):
     run = make_run("llama", SHAPES["llama"])
     out, written = export_to(run, "safetensors")
-    stored = read_weights(run / "checkpoints" / "step-0")
+    stored = read_merged(run / "checkpoints" / "step-0")
     found = load_file(out / "model.safetensors")
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], weight) for name, weight in stored.items())

@@ -20,7 +20,7 @@ from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
 from flatout.models.families.source import ForeignWeights, find_model
 from flatout.ops import Ops
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import read_merged
 
 ALL = {**SHAPES, **OWN_SHAPES}
 PROMPT = "the run "
@@ -38,7 +38,7 @@ def test_an_export_is_read_bit_for_bit(make_run, export_to, shape):
     model_class = MODELS.get(model.keys["kind"])
     config = model_class.check(keys, seq_len=16)
     loaded = ForeignWeights(model, model_class.on_meta(config, Ops.plain()))
-    stored = read_weights(run / "checkpoints" / "step-0")
+    stored = read_merged(run / "checkpoints" / "step-0")
     assert set(stored) <= set(loaded.names())
     for name in loaded.names():
         wanted = stored[name] if name in stored else torch.zeros(())
@@ -92,7 +92,7 @@ def test_sharded_and_narrow_exports_load_in_transformers(make_run, export_to):
     assert len(files) > 3
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.bfloat16
-    wanted = read_weights(run / "checkpoints" / "step-0")["token_embedding.weight"]
+    wanted = read_merged(run / "checkpoints" / "step-0")["token_embedding.weight"]
     assert torch.equal(model.get_input_embeddings().weight, wanted.to(torch.bfloat16))
 
 

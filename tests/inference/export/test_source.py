@@ -7,8 +7,7 @@ import torch
 
 from flatout.errors import CheckpointError
 from flatout.inference.export.source import open_source
-from flatout.training.checkpoint.merged import MergedWeights
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import MergedWeights, read_merged
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_every_weight_equals_that_of_the_checkpoint(make_run):
     run = make_run()
     source = open_source(run)
-    stored = read_weights(run / "checkpoints" / "step-0")
+    stored = read_merged(run / "checkpoints" / "step-0")
     assert source.weights.shapes.keys() == stored.keys()
     for name, weight in stored.items():
         assert torch.equal(source.weights.read(name), weight)

@@ -14,8 +14,7 @@ from flatout.errors import CheckpointError
 from flatout.inference.load import load_run
 from flatout.models.families.source import ForeignWeights
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.merged import load_initial_weights
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import load_initial_weights, read_merged
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
 
@@ -47,7 +46,7 @@ def test_the_first_checkpoint_has_the_weights_of_the_base_model(tmp_path, fine_t
     folder = write_model(tmp_path / "theirs", document)
     summary = run_training(fine_tuning(folder, checkpoint__keep=9), tmp_path / "run")
     assert summary["steps"] == 2
-    first = read_weights(catalog.checkpoint_path(tmp_path / "run", 0))
+    first = read_merged(catalog.checkpoint_path(tmp_path / "run", 0))
     expected = joined(document, foreign_weights(document))
     assert first.keys() >= expected.keys()
     for key, tensor in expected.items():

@@ -7,6 +7,7 @@ from stand_in import Core, build, outcome, train
 from flatout.errors import CheckpointError, RunFailed
 from flatout.training.checkpoint import catalog, read_write, savers
 from flatout.training.checkpoint.contents import digest_of
+from flatout.training.checkpoint.merged import read_merged
 
 
 def saved(tmp_path, *, steps=5, name="run", **kwargs):
@@ -65,12 +66,12 @@ def test_a_compiled_model_keeps_its_parameter_names(tmp_path):
     run = build(tmp_path / "run")
     run.core.blocks[0] = torch.compile(run.core.blocks[0], backend="eager")
     path = savers.save(run)
-    assert "blocks.0.matrix.weight" in read_write.read_weights(path)
+    assert "blocks.0.matrix.weight" in read_merged(path)
 
 
-def test_read_weights_returns_tied_weights_under_all_names(tmp_path):
+def test_tied_weights_are_read_weights_under_all_names(tmp_path):
     run, path = saved(tmp_path)
-    weights = read_write.read_weights(path)
+    weights = read_merged(path)
     model = Core()
     model.load_state_dict(weights)
     assert all(

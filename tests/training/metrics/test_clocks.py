@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.training.loop import fit
+from flatout.training.loop import Session, fit
 from flatout.training.metrics.clocks import (
     Interval,
     StepClock,
@@ -15,7 +15,6 @@ from flatout.training.metrics.clocks import (
     device_seconds,
 )
 from flatout.training.metrics.log import Log
-from flatout.training.session import Session
 from flatout.training.step import StepResult
 
 

@@ -11,11 +11,10 @@ import torch
 
 from flatout.ops import cross_entropy
 from flatout.training.evaluation import batch_shapes
-from flatout.training.loop import log_evaluation
+from flatout.training.loop import Session, log_evaluation
 from flatout.training.metrics.compile_events import CompilationWatch, counts, first_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
-from flatout.training.session import Session
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
