@@ -312,8 +312,23 @@ class Evidence(Stored):
     workers: Count = None
     """Processes of the DataLoader."""
     dataset: Text = None
-    """What it reads: `memory` means rows of tensors, `iterable` one that each worker reads as a
-    whole, and `divided` one whose rows are divided among workers."""
+    """What it reads: `memory` means rows of tensors, `iterable` one that has no indices."""
+    pinned: bool = True
+    """Whether its batches are pinned."""
+    calls: tuple[str, ...] = ()
+    """Kinds of calls of the script that a patch may edit, as those of a `Site`."""
+    dtype: str = "float32"
+    """Type of the largest weight."""
+    autocast: bool = False
+    """Whether the forward pass runs in autocast."""
+    tf32: bool = False
+    """Whether fp32 matmuls may use TF32."""
+    compiled: bool = False
+    """Whether the model is compiled."""
+    convolutions: bool = False
+    """Whether it has two-dimensional convolutions, with contiguous weights."""
+    eager_attention: bool = False
+    """Whether it is one of transformers that computes attention without SDPA."""
     padding: Number = None
     """Share of the columns of the model's inputs in which every row has the same padding."""
     evaluation_mode: Number = None

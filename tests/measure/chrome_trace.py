@@ -27,7 +27,7 @@ def step_at(start, number):
     """A step of 100 us: its kernels run 20 us late, and it waits for data for 10 us."""
     ids = number * 10
     return [
-        ranged("user_annotation", f"flatout.step {number}", start, 100),
+        ranged("user_annotation", f"flatout.step {number}", start, 0),
         ranged("user_annotation", "flatout.data", start, 10),
         ranged("user_annotation", "flatout.compute", start + 10, 81),
         ranged("user_annotation", "flatout.forward", start + 11, 20),

@@ -35,8 +35,6 @@ class Models:
 
     def __init__(self) -> None:
         self.found: list[nn.Module] = []
-        self.in_autocast = False
-        """Whether one of them was called in autocast."""
         self.receivers: list[Callable[[nn.Module], object]] = []
         """Called with every model before its first call."""
         self._has_ended = False
@@ -70,7 +68,6 @@ class Models:
         is_trained = module.training and any(one.requires_grad for one in module.parameters())
         if is_new and torch.is_grad_enabled() and is_trained:
             self.found.append(module)
-            self.in_autocast |= torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
             for receive in self.receivers:
                 receive(module)
 

@@ -27,7 +27,7 @@ from flatout.measure.attach.lines import failure_of, read_stacks, site_at, user_
 from flatout.measure.attach.request import SEEN, Answer, Request
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
-from flatout.measure.attach.timing import Steps, StepTimer, end_script, facts_of
+from flatout.measure.attach.timing import Steps, StepTimer, end_script
 from flatout.measure.evidence import Failure
 from flatout.storage.files import write_text
 
@@ -61,7 +61,6 @@ class Attachment:
             late.start()
         replace(os, "_exit", partial(observing, lambda *_: self.answer()))
         atexit.register(guarded(self.answer))
-        self._models = Models()  # outside of the hooks above, so that it can remove its own
 
     def answer(self, *, is_complete: bool = False) -> None:
         """Write what was measured, once. Only the process that takes the steps writes."""
@@ -81,8 +80,7 @@ class Attachment:
                 found["evidence"] = loop.evidence()
             except Exception as unexpected:
                 found["problem"] = f"{type(unexpected).__name__}: {unexpected}"
-            found["sites"] = sites = guarded(self._sites.found)(loop.model) or ()
-            found["facts"] = guarded(facts_of)(self._models, tuple({one.kind for one in sites}))
+            found["sites"] = guarded(self._sites.found)(loop.model) or ()
         elif error is None:
             return
         loop.end()

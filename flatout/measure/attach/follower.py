@@ -138,7 +138,7 @@ class Follower:
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
         self._looked_s = 0.0
-        self._has_anomaly_detection = False
+        self._has_anomaly_detection = self._in_autocast = False
         self._installed = stack = ExitStack()
         for owner, name, before in (
             (nn.Module, "__call__", self._before_call),
@@ -360,6 +360,7 @@ class Follower:
             size = sum(weights.numel() for weights in module.parameters())
             if self.model is None or size >= self._parameters:
                 self.model, self._parameters = module, size
+                self._in_autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
         self._trained[key] = self._trained.get(key, False) or module.training
         return True
 
@@ -482,8 +483,6 @@ class Follower:
         sites: dict[str, tuple[CallSite, ...]] = {}
         update: dict[str, Any] = {}
         if sampler is not None:
-            if stages.traced is not None:
-                stages.traced.correct(sampler.lines)
             own, moved_s = own_lines(sampler.lines, sampled, recorder, self._above)
             sites |= own.sites(steps=1, counted=False)
             update = moved(found, moved_s)
@@ -509,9 +508,14 @@ class Follower:
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
         sites |= self._lines.sites(steps, timed=False)
         matters = self.model is not None and mode_matters(self.model)
+        update |= {} if self.model is None else model_facts(self.model)
         update |= {
             "rows": self._rows,
             "workers": self._hooks.workers,
+            "pinned": self._hooks.pinned,
+            "calls": tuple({one.kind for one in calls}),
+            "autocast": self._in_autocast,
+            "tf32": torch.get_float32_matmul_precision() != "highest",
             "anomaly_detection": self._has_anomaly_detection,
             "growth_bytes": _growth([*self._memory]),
             "padding": statistics.fmean(self._padding) if self._padding else None,
@@ -538,6 +542,25 @@ def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
         "other_s": other_s - seconds,
         "host_s": None if found.host_s is None else host_s - python_s,
         "compute_s": compute_s + seconds + python_s,
+    }
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return what changes of a model depend on, by the names in `Evidence`."""
+    modules = [*model.modules()]
+    largest = max(model.parameters(), key=Tensor.numel, default=torch.empty(0))
+    return {
+        "dtype": str(largest.dtype).removeprefix("torch."),
+        "convolutions": any(
+            isinstance(one, nn.Conv2d)
+            and not one.weight.is_contiguous(memory_format=torch.channels_last)
+            for one in modules
+        ),
+        "compiled": any(one._compiled_call_impl or hasattr(one, "_orig_mod") for one in modules),
+        "eager_attention": any(
+            getattr(getattr(one, "config", None), "_attn_implementation", "") == "eager"
+            for one in modules
+        ),
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.lines import LineTotals, user_frame
 from flatout.measure.attach.stages import replaced
@@ -69,24 +67,13 @@ def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Calla
     return call
 
 
-@functools.cache
-def divides_rows(module: str) -> bool:
-    """Return whether the user's code asks which worker runs it, or a module is not the user's."""
-    every = {name: getattr(one, "__file__", None) or "<" for name, one in [*sys.modules.items()]}
-    return not is_user_code(every.get(module, "<")) or any(
-        "get_worker_info" in "".join(linecache.getlines(file))
-        for file in {*every.values()}
-        if is_user_code(file)
-    )
-
-
 def rows_of(dataset: Any) -> str | None:
     """Return what worker processes would do with a dataset, as in `Evidence.dataset`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     kind = type(dataset)
     if isinstance(dataset, IterableDataset):
-        return "divided" if divides_rows(kind.__module__) else "iterable"
+        return "iterable"
     if kind is TensorDataset:
         return "memory"
     code, own = getattr(kind.__getitem__, "__code__", None), getattr(dataset, "__dict__", {})
@@ -109,6 +96,8 @@ class Hooks:
         """Processes of the last DataLoader that the loop waited for. None means there was none."""
         self.dataset: str | None = None
         """What it reads, as in `Evidence`."""
+        self.pinned = True
+        """Whether its batches are pinned."""
         self._timer = timer
 
     @contextmanager
@@ -168,6 +157,7 @@ class Hooks:
     def _note_loader(self, batches: Any) -> None:
         if hasattr(batches, "_num_workers"):
             self.workers, self.dataset = batches._num_workers, rows_of(batches._dataset)
+            self.pinned = batches._pin_memory
 
     def _timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function whose calls are timed as a phase, and saves by their lines."""

@@ -18,9 +18,8 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import IO, Any, Self
+from types import FrameType
+from typing import IO, Self
 
 from flatout.config.registry import PACKAGE_DIR, is_user_code
 from flatout.errors import FlatoutError
@@ -40,10 +39,6 @@ MIN_SAMPLES = 3
 """A line that was seen less often is not reported."""
 MOST_SITES = 5
 """Lines reported per kind."""
-LONGEST_TRACE_S, MOST = 2.0, 3.0
-"""Seconds after which lines are traced no longer, and how many times as long as a line the one
-before it must take to be what was seen there.
-"""
 ELSEWHERE = frozenset({"data", "save"})
 """Kinds for which the work may be in another thread, while this one waits for it."""
 WAITS = ("threading.py", "selectors.py", "socket.py")
@@ -103,14 +98,6 @@ class LineTotals:
         """Count something at a line."""
         self.counts[kind][line] += 1
         self.seconds[kind][line] += seconds
-
-    def move(self, line: Line, to: Line) -> None:
-        """Count what happened at a line for another one."""
-        for kind in [kind for kind, seconds in self.seconds.items() if line in seconds]:
-            self.seconds[kind][to] += self.seconds[kind].pop(line)
-            self.counts[kind][to] += self.counts[kind].pop(line)
-        if line in self.callers:
-            self.callers.setdefault(to, self.callers.pop(line))
 
     def total(self, kind: str) -> int:
         """Return how often a kind was counted."""
@@ -328,78 +315,3 @@ class LineSampler:
             caller = next((line for line in user_lines(stack) if line != found), None)
             if caller is not None:
                 self.lines.callers[found] = caller
-
-
-class LineTimes:
-    """Times the lines of functions by Python's tracing, which makes everything in them slower.
-
-    The sampler sees a thread where Python lets others run: after a call, and not after an operator
-    such as `in`. What an operator takes is seen at the next line with a call.
-    """
-
-    def __init__(self, lines: Iterable[Line]) -> None:
-        self._wanted = {*lines}
-        self._seconds: defaultdict[Line, float] = defaultdict(float)
-        self._before: defaultdict[Line, set[Line]] = defaultdict(set)
-        """The lines from which a line was reached."""
-        self._open: list[Line] = []
-        """The current lines of user code, the innermost last."""
-        self._since_s = self._end_s = 0.0
-        self._has_wanted: dict[CodeType, bool | None] = {}
-        """Whether functions have one of the lines. None means they are not the user's."""
-
-    @contextmanager
-    def tracing(self, frame: FrameType | None) -> Iterator[None]:
-        """Time lines inside the block, those of the callers of `frame` included."""
-        self._since_s = time.perf_counter()
-        self._end_s = self._since_s + LONGEST_TRACE_S
-        while frame is not None:
-            if is_user_code(frame.f_code.co_filename):
-                frame.f_trace = self._on_event
-                self._open.insert(0, (frame.f_code.co_filename, frame.f_lineno))
-            frame = frame.f_back
-        sys.settrace(self._on_call)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-    def correct(self, lines: LineTotals) -> None:
-        """Give what was seen at a line to the one before it, if that takes most of the time."""
-        for seconds in lines.seconds.values():
-            for line in [one for one in seconds if one in self._before]:
-                before = max(self._before[line], key=lambda one: self._seconds[one])
-                takes_most = self._seconds[before] > MOST * self._seconds[line]
-                if takes_most and seconds[line] > seconds.get(before, 0.0):
-                    lines.move(line, before)
-
-    def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        if code not in self._has_wanted:
-            own = {(code.co_filename, number) for _, _, number in code.co_lines() if number}
-            is_own = is_user_code(code.co_filename)
-            self._has_wanted[code] = not own.isdisjoint(self._wanted) if is_own else None
-        has_wanted = self._has_wanted[code]
-        if has_wanted is None:
-            return None
-        self._charge()
-        self._open.append((code.co_filename, frame.f_lineno))
-        frame.f_trace_lines = has_wanted
-        return self._on_event
-
-    def _on_event(self, frame: FrameType, event: str, _: Any) -> Any:
-        self._charge()
-        if self._since_s > self._end_s:
-            sys.settrace(None)
-            return None
-        line = (frame.f_code.co_filename, frame.f_lineno)
-        if event == "line":
-            self._before[line].update(self._open[-1:])
-        self._open[-1:] = [] if event == "return" else [line]
-        return self._on_event
-
-    def _charge(self) -> None:
-        now_s = time.perf_counter()
-        if self._open:
-            self._seconds[self._open[-1]] += now_s - self._since_s
-        self._since_s = now_s

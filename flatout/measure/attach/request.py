@@ -119,31 +119,6 @@ class Site(Stored):
     """Expressions of that line for the root "model" and for "torch", as far as there are any."""
 
 
-class Facts(Stored):
-    """What a script is made of, as far as changes depend on it."""
-
-    dtype: str = "float32"
-    """Type of most weights."""
-    workers: int | None = None
-    """Most workers of a DataLoader over a map-style dataset. None means there is none."""
-    in_memory: bool = False
-    """Whether these datasets only index tensors."""
-    pinned: bool = True
-    """Whether all loaders pin their batches."""
-    convolutions: bool = False
-    """Whether there are two-dimensional convolutions, with contiguous weights."""
-    compiled: bool = False
-    """Whether a model is compiled."""
-    autocast: bool = False
-    """Whether the forward pass runs in autocast."""
-    tf32: bool = False
-    """Whether fp32 matmuls may use TF32."""
-    calls: tuple[str, ...] = ()
-    """Kinds of `Site` that the steps call."""
-    eager_attention: bool = False
-    """Whether a model of transformers computes attention without SDPA."""
-
-
 class Answer(Stored):
     """What was found in a script."""
 
@@ -162,8 +137,6 @@ class Answer(Stored):
     evaluation, and `steps`: those before its data were replaced."""
     steps: int = 0
     """Steps that were seen."""
-    facts: Facts | None = None
-    """None unless evidence was collected."""
     step_s: list[float] = Field([])
     """Seconds of each step of a trial after the first."""
     warmup_steps: int = 0

@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 
 from flatout.distributed.rendezvous import silence_profiler
 from flatout.errors import RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure.attach.calls import MarkedCalls
-from flatout.measure.attach.lines import LineSampler, LineTimes
+from flatout.measure.attach.lines import LineSampler
 from flatout.measure.attach.recorder import CallRecorder
 from flatout.measure.attach.request import Recorded, Recording
 from flatout.measure.attach.trace import (
+    PREFIX,
     Trace,
     document_in,
-    mark_step,
     phase_ranges,
     profiling,
     read_trace,
@@ -131,8 +131,6 @@ class Stages:
         """What records the calls of the current step."""
         self.recorder: CallRecorder | None = None
         """What has recorded those of some steps."""
-        self.traced: LineTimes | None = None
-        """The times of the lines that were seen, within a step."""
         self.waits: dict[str, float] = {}
         """Reads and unpinned copies in an average step, as in `Evidence`. {} means not measured."""
         self.sites: dict[str, tuple[CallSite, ...]] = {}
@@ -178,7 +176,6 @@ class Stages:
         else:
             self.gpu = gpu_facts(probe(), self.device)  # while it works
             yield from self._marked_calls()
-            yield from self._traced_lines()
             # the profiler prints an error when a thread other than the first one starts it
             if threading.current_thread() is threading.main_thread():
                 yield from self._operations()
@@ -326,16 +323,6 @@ class Stages:
         self.waits, found = marked.waits(steps, on_gpu=self.on_gpu), marked.lines.sites(steps)
         self.sites |= {kind: found[kind] for kind in ("sync", "copy") if kind in found}
 
-    def _traced_lines(self) -> Iterator[None]:
-        """Time the lines that were seen, in one step."""
-        if self.has_compiled or self.sampler is None or sys.gettrace():
-            return
-        seen = (self.sampler.lines.counts[kind] for kind in ("python", "compute", "data"))
-        self.name = "traced lines"
-        self.traced = LineTimes(line for lines in seen for line in lines)
-        with self.traced.tracing(sys._getframe(1)):
-            yield
-
     def _operations(self) -> Iterator[None]:
         """Record the operations of some steps."""
         if not self.recorded_steps:
@@ -358,7 +345,8 @@ class Stages:
                 return
             others = stack.enter_context(giving_way(stack))
             for _ in range(self.recorded_steps):
-                mark_step(self.next_step)
+                with record_function(f"{PREFIX}step {self.next_step}"):
+                    pass  # only its start: ranges that end later may be open
                 yield
             if others:
                 self.notes.append("Another profiler has started, so operations were not recorded.")

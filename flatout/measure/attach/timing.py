@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import random
 import statistics
@@ -18,18 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.distributed.rendezvous import stated_ranks
 from flatout.hardware.machine import GIB
-from flatout.measure.attach.apply import Models, replace
+from flatout.measure.attach.apply import replace
 from flatout.measure.attach.guard import guarded
-from flatout.measure.attach.hooks import observing, rows_of
+from flatout.measure.attach.hooks import observing
 from flatout.measure.attach.lines import failure_of
-from flatout.measure.attach.request import Answer, Facts, Request
+from flatout.measure.attach.request import Answer, Request
 from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
@@ -221,37 +219,6 @@ def end_script(*, is_one_of_several: bool) -> None:
     with suppress(Exception):
         sys.stdout.flush()
     raise SystemExit(0)
-
-
-def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
-    """Return what the script of this process is made of."""
-    modules = [module for model in models.found for module in model.modules()]
-    weights = {id(p): p for model in models.found for p in model.parameters()}.values()
-    largest = max(weights, key=Tensor.numel, default=torch.empty(0))
-    living = (each for each in gc.get_objects() if issubclass(type(each), DataLoader))
-    loaders = [each for each in living if not isinstance(each.dataset, IterableDataset)]
-    return Facts(
-        dtype=str(largest.dtype).removeprefix("torch."),
-        workers=max((each.num_workers for each in loaders), default=None),
-        in_memory=all(rows_of(each.dataset) == "memory" for each in loaders),
-        pinned=all(each.pin_memory for each in loaders),
-        convolutions=any(
-            isinstance(module, nn.Conv2d)
-            and not module.weight.is_contiguous(memory_format=torch.channels_last)
-            for module in modules
-        ),
-        compiled=any(
-            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-            for module in modules
-        ),
-        autocast=models.in_autocast,
-        tf32=torch.get_float32_matmul_precision() != "highest",
-        calls=calls,
-        eager_attention=any(
-            getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
-            for model in models.found
-        ),
-    )
 
 
 def is_steady(step_s: Sequence[float]) -> bool:

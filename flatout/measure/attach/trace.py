@@ -29,9 +29,7 @@ from flatout.measure.evidence import KernelRow
 from flatout.training.metrics.phases import GC, PhaseTimer
 
 PREFIX = "flatout."
-"""Start of the names of the ranges that mark steps and their phases."""
-STEP = "step"
-"""The range of a whole step."""
+"""Start of the names of the ranges of phases, and of the marks at which steps start."""
 TINY_S = 20e-6
 """An operation that takes less costs about as much to start as to run."""
 LAUNCH_S = 5e-6
@@ -268,22 +266,6 @@ def phase_ranges(timer: PhaseTimer) -> Iterator[None]:
             each.__exit__(None, None, None)
 
 
-def mark_step(number: int) -> None:
-    """Mark the start of a step in the trace. It may be inside of ranges that end later."""
-    with record_function(f"{PREFIX}{STEP} {number}"):
-        pass
-
-
-def with_steps(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a trace whose marked steps last until the next one starts, on a track of their own."""
-    events = [one for one in document["traceEvents"] if one.get("ph") == "X"]
-    marks = [one for one in events if str(one["name"]).startswith(PREFIX + STEP)]
-    ends = [one["ts"] for one in marks[1:]] + [max((e["ts"] + e["dur"] for e in events), default=0)]
-    for mark, end in zip(marks, ends, strict=False):
-        mark |= {"dur": end - mark["ts"], "tid": 0}
-    return document
-
-
 def document_in(path: Path) -> dict[str, Any]:
     """Return the trace in a file.
 
@@ -320,8 +302,7 @@ def read_trace(document: Mapping[str, Any], *, steps: int) -> Trace:
             phases.pop()
         within = phases[-1][1] if phases else None
         if kind == "user_annotation" and name.startswith(PREFIX):
-            if not name.startswith(PREFIX + STEP):
-                phases.append((start_s + seconds, name.removeprefix(PREFIX)))
+            phases.append((start_s + seconds, name.removeprefix(PREFIX)))
         elif kind == "cpu_op":
             running = callers[event.get("tid")]
             while running and running[-1].end_s <= start_s:

@@ -24,7 +24,7 @@ from flatout.display import terminal_text
 from flatout.errors import ConfigError, RunFailed
 from flatout.hardware.machine import fingerprint
 from flatout.measure.attach.request import Recording, Request
-from flatout.measure.attach.trace import Trace, document_in, read_trace, with_steps
+from flatout.measure.attach.trace import Trace, document_in, read_trace
 from flatout.measure.diagnose.script import evidence_in
 from flatout.measure.output import claim
 from flatout.measure.profile.result import PHASES, Profile
@@ -182,7 +182,7 @@ def written(ran: Ran, request: Request, out: Path, **known: Any) -> Profile:
         **known,
     )
     if raw.exists():
-        document = with_steps(document_in(raw))
+        document = document_in(raw)
         packed = gzip.compress(json.dumps(document).encode(), compresslevel=6)
         with CheckedFile(out / TRACE) as file:
             file.write(np.frombuffer(packed, np.uint8))

@@ -449,16 +449,6 @@ ROWS = [
         shows="recompile_reason",
     ),
     row(
-        "repeated-rows",
-        "Each worker of a DataLoader yields all rows of an iterable dataset.",
-        lambda e: e.dataset == "iterable" and (e.workers or 0) > 1 and "spoils",
-        "Each of the {e.workers} workers yields all rows of the IterableDataset: an epoch has "
-        "every row {e.workers} times.",
-        "Divide the rows in __iter__: torch.utils.data.get_worker_info() has the id of the worker "
-        "and their number.",
-        site="data",
-    ),
-    row(
         "slow-code",
         "Lines of the loop take time without training.",
         lambda e: (

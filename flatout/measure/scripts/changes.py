@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from flatout.hardware.machine import probe
-from flatout.measure.attach.request import Facts
 from flatout.measure.evidence import Evidence
 from flatout.measure.scripts.patch import Edit
 
@@ -46,14 +45,14 @@ class Change:
     """What it does, in a few words."""
     edit: Edit
     """What it changes in the user's files. See `edit_of`."""
-    obstacles: Callable[[Facts, Evidence], Mapping[str, object]]
+    obstacles: Callable[[Evidence], Mapping[str, object]]
     """Reasons why it is not worth a trial, and whether they hold."""
     rtol: float = 0.0
     """Largest relative difference of a loss. 0 means none."""
 
-    def why_not(self, facts: Facts, evidence: Evidence) -> str | None:
+    def why_not(self, evidence: Evidence) -> str | None:
         """Return why it is not worth a trial. None means it is."""
-        found = self.obstacles(facts, evidence)
+        found = self.obstacles(evidence)
         return next((reason for reason, holds in found.items() if holds), None)
 
 
@@ -80,40 +79,36 @@ def no_wait(evidence: Evidence) -> dict[str, object]:
 
 def no_gpu(evidence: Evidence) -> dict[str, object]:
     """Return the obstacle that there is no GPU."""
-    return {"The model is not on a GPU.": not on_gpu(evidence)}
+    return {"The model is not on a GPU.": not evidence.on_gpu}
 
 
-def on_gpu(evidence: Evidence) -> bool:
-    """Return whether the model is on a GPU."""
-    return str(evidence.device).startswith("cuda")
-
-
-def calls(kind: str) -> Callable[[Facts, Evidence], Mapping[str, object]]:
+def calls(kind: str) -> Callable[[Evidence], Mapping[str, object]]:
     """Return the obstacles for a change of calls that a script may not make."""
-    return lambda facts, _: {"The script does not call it.": kind not in facts.calls}
+    return lambda e: {"The script does not call it.": kind not in e.calls}
 
 
 CHANGES = {
     "data-workers": Change(
         "worker processes read the data, and stay between epochs",
         Edit(at="loader", keywords=WORKERS),
-        lambda facts, evidence: {
-            "There is no DataLoader over a map-style dataset.": facts.workers is None,
-            "There are as many workers already.": (facts.workers or 0) >= num_workers(),
-            "Its rows are tensors in memory, which workers would only copy.": facts.in_memory,
-            "/dev/shm is too small: workers send batches through it.": evidence.lacks_shared,
-            **no_wait(evidence),
+        lambda e: {
+            "There is no DataLoader over a map-style dataset.": e.workers is None
+            or e.dataset == "iterable",
+            "There are as many workers already.": (e.workers or 0) >= num_workers(),
+            "Its rows are tensors in memory, which workers would only copy.": e.dataset == "memory",
+            "/dev/shm is too small: workers send batches through it.": e.lacks_shared,
+            **no_wait(e),
         },
     ),
     "pinned-memory": Change(
         "batches are in pinned memory, from which a GPU copies faster",
         Edit(at="loader", keywords={"pin_memory": "True"}),
-        lambda facts, evidence: {**no_gpu(evidence), "Batches are pinned already.": facts.pinned},
+        lambda e: {**no_gpu(e), "Batches are pinned already.": e.pinned},
     ),
     "no-anomaly": Change(
         "torch.autograd.set_detect_anomaly is off",
         Edit(at="anomaly", remove=True),
-        lambda _, evidence: {"Anomaly detection is off.": not evidence.anomaly_detection},
+        lambda e: {"Anomaly detection is off.": not e.anomaly_detection},
     ),
     "no-gc-collect": Change(
         "the loop does not call gc.collect()",
@@ -130,9 +125,7 @@ CHANGES = {
         Edit(
             lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)"),
         ),
-        lambda _, evidence: {
-            "Collecting garbage takes no time.": (evidence.share(evidence.gc_s) or 0.0) < LEAST_GC
-        },
+        lambda e: {"Collecting garbage takes no time.": (e.share(e.gc_s) or 0.0) < LEAST_GC},
     ),
     "threads": Change(
         "operations on the CPU use all cores",
@@ -142,10 +135,10 @@ CHANGES = {
             by_hand="Unset OMP_NUM_THREADS, or call torch.set_num_threads() with the number of "
             "cores.",
         ),
-        lambda _, evidence: {
-            "The model is on a GPU.": on_gpu(evidence),
-            "They use all cores already.": (evidence.threads or 1) >= probe().cores,
-            "Several processes share the cores.": evidence.world_size > 1,
+        lambda e: {
+            "The model is on a GPU.": e.on_gpu,
+            "They use all cores already.": (e.threads or 1) >= probe().cores,
+            "Several processes share the cores.": e.world_size > 1,
         },
         FP32,
     ),
@@ -157,10 +150,10 @@ CHANGES = {
     "tf32": Change(
         "fp32 matmuls use TF32",
         Edit(lines=('{torch}.set_float32_matmul_precision("high")',)),
-        lambda facts, evidence: {
-            **no_gpu(evidence),
-            "They use TF32 already.": facts.tf32,
-            "The matmuls are not in fp32.": facts.autocast or facts.dtype != "float32",
+        lambda e: {
+            **no_gpu(e),
+            "They use TF32 already.": e.tf32,
+            "The matmuls are not in fp32.": e.autocast or e.dtype != "float32",
         },
         FP32,
     ),
@@ -184,44 +177,43 @@ CHANGES = {
                 "type({model}).forward = forward_in_bf16",
             ),
         ),
-        lambda facts, evidence: {
-            "The forward pass is not in fp32.": facts.autocast or facts.dtype != "float32",
-            "This CPU does not multiply bf16.": not on_gpu(evidence)
-            and not probe().cpu_multiplies_bf16,
+        lambda e: {
+            "The forward pass is not in fp32.": e.autocast or e.dtype != "float32",
+            "This CPU does not multiply bf16.": not e.on_gpu and not probe().cpu_multiplies_bf16,
         },
         BF16,
     ),
     "sdpa": Change(
         "attention uses scaled_dot_product_attention",
         Edit(lines=('{model}.set_attn_implementation("sdpa")',)),
-        lambda facts, _: {"No model with a different choice is known.": not facts.eager_attention},
+        lambda e: {"No model with a different choice is known.": not e.eager_attention},
         FP32,
     ),
     "channels-last": Change(
         "convolutions use the channels-last layout",
         Edit(lines=("{model}.to(memory_format={torch}.channels_last)",)),
-        lambda facts, _: {NO_CONVOLUTIONS: not facts.convolutions},
+        lambda e: {NO_CONVOLUTIONS: not e.convolutions},
         FP32,
     ),
     "cudnn-benchmark": Change(
         "cuDNN measures its algorithms for each shape",
         Edit(lines=("{torch}.backends.cudnn.benchmark = True",)),
-        lambda facts, evidence: {**no_gpu(evidence), NO_CONVOLUTIONS: not facts.convolutions},
+        lambda e: {**no_gpu(e), NO_CONVOLUTIONS: not e.convolutions},
         FP32,
     ),
     "fused-optimizer": Change(
         "the optimizer updates all weights in one kernel",
         Edit(at="optimizer", keywords={"fused": "True"}, only=FUSED),
-        lambda _, evidence: {
-            "It does already, or has no such kernel.": evidence.optimizer not in FUSED
-            or evidence.optimizer_way == "fused"
+        lambda e: {
+            "It does already, or has no such kernel.": e.optimizer not in FUSED
+            or e.optimizer_way == "fused"
         },
         FP32,
     ),
     "compile": Change(
         "the model is compiled",
         Edit(lines=("{model}.compile()",)),
-        lambda facts, _: {"The model is compiled already.": facts.compiled},
+        lambda e: {"The model is compiled already.": e.compiled},
         FP32,
     ),
     "compile-each-block": Change(
@@ -234,20 +226,20 @@ CHANGES = {
                 "            block.compile()",
             ),
         ),
-        lambda facts, _: {
-            "The model is compiled already.": facts.compiled,
+        lambda e: {
+            "The model is compiled already.": e.compiled,
         },
         FP32,
     ),
     "malloc": Change(
         "freed memory stays with the process instead of going back to the system",
         Edit(environment=HEAP),
-        lambda _, evidence: {"The model is on a GPU.": on_gpu(evidence)},
+        lambda e: {"The model is on a GPU.": e.on_gpu},
     ),
     "expandable-segments": Change(
         "the GPU's allocator grows its segments instead of asking for more of them",
         Edit(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        lambda _, evidence: no_gpu(evidence),
+        lambda e: no_gpu(e),
     ),
 }
 """In the order of the first trials: what costs nothing first, what compiles last."""

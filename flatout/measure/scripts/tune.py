@@ -80,7 +80,7 @@ def tune_script(
         trials = Trials(command, scratch, timed_steps(evidence.step_s or 0.0, total_s))
         race = Race(trials.run, tolerance, total_s=total_s, loss_steps=1, is_strict=False,
                     longest_s=4 * (time.monotonic() - began_s) + 180, began_s=began_s)  # fmt: skip
-        search = search_of(race, look, evidence, only)
+        search = search_of(race, evidence, only)
         with race.running(progress, "Tuning the script"):
             base = race.run(UNCHANGED)
             if not base.is_ok:
@@ -151,10 +151,9 @@ def tolerance(one: Setting, other: Setting) -> Tolerance:
     return Tolerance.rounding(rtol=rtol) if rtol else Tolerance.exact()
 
 
-def search_of(race: Race, look: Answer, evidence: Evidence, only: Sequence[str]) -> Search:
+def search_of(race: Race, evidence: Evidence, only: Sequence[str]) -> Search:
     """Return the search among the changes that are worth a trial, or the named ones."""
-    assert look.facts is not None
-    reasons = {name: one.why_not(look.facts, evidence) for name, one in CHANGES.items()}
+    reasons = {name: one.why_not(evidence) for name, one in CHANGES.items()}
     names = list(only) or [name for name, why in reasons.items() if why is None]
 
     def why_not(after: Setting) -> str | None:
@@ -251,7 +250,7 @@ def looked_at(command: Sequence[str], scratch: Scratch, limit_s: float) -> tuple
         fix = "Give its answers as arguments: trials have no standard input."
         raise RunFailed(f"`{name}` reads from standard input.", fix=fix)
     evidence = evidence_in(name, ran)
-    if evidence.failure is not None or look.facts is None or not evidence.step_s:
+    if evidence.failure is not None or not evidence.step_s:
         why = evidence.failure.message if evidence.failure else "it cannot be measured"
         raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")
     return look, evidence

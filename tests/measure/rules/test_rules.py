@@ -107,7 +107,6 @@ cpu:
   out-of-memory: {failure: {kind: out-of-memory, message: It fails.}}
   padding: {padding: 0.6, site: padding}
   recompiles: {compile_s: 0.05, recompiles: 0.5, recompile_reason: size mismatch}
-  repeated-rows: {workers: 2, dataset: iterable}
   slow-code: {site: own}
   slow-data: {data_wait_s: 0.03, counterfactual_s: {synthetic-data: 0.07}, site: data}
   slow-logging: {logging_s: 0.02, site: logging}

@@ -11,7 +11,7 @@ import torch
 
 from flatout.cli.main import main
 from flatout.measure.attach import apply
-from flatout.measure.attach.request import Facts, Request, Timing
+from flatout.measure.attach.request import Request, Timing
 from flatout.measure.evidence import Evidence
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import Edit
@@ -228,22 +228,22 @@ def test_the_page_lists_every_change():
 
 
 def test_reasons_name_what_the_script_lacks():
-    waiting = Evidence(source="watched loop", step_s=1.0, data_wait_s=0.5)
-    idle = Evidence(source="watched loop", step_s=1.0, data_wait_s=0.0)
-    with_loader = Facts(workers=0)
-    why_not = CHANGES["data-workers"].why_not
-    assert "tensors in memory" in why_not(Facts(workers=0, in_memory=True), waiting)
-    small = waiting.model_copy(update={"shared_gib": 1 / 1024})
-    assert "/dev/shm is too small" in why_not(with_loader, small)
-    tried = {name for name, change in CHANGES.items() if not change.why_not(with_loader, waiting)}
+    idle = Evidence(source="script", step_s=1.0, data_wait_s=0.0, workers=0)
+    waiting = idle.model_copy(update={"data_wait_s": 0.5})
+    for facts, said in (
+        ({"dataset": "memory"}, "tensors in memory"),
+        ({"dataset": "iterable"}, "map-style"),
+        ({"shared_gib": 1 / 1024}, "/dev/shm is too small"),
+        ({"data_wait_s": 0.0}, "The steps do not wait for data."),
+    ):
+        assert said in CHANGES["data-workers"].why_not(waiting.model_copy(update=facts))
+    tried = {name for name, change in CHANGES.items() if not change.why_not(waiting)}
     assert "data-workers" in tried
     assert not tried & {"tf32", "pinned-memory", "channels-last", "no-anomaly", "sdpa"}
-    assert CHANGES["data-workers"].why_not(with_loader, idle) == "The steps do not wait for data."
-    on_gpu = idle.model_copy(
-        update={"device": "cuda:0", "optimizer": "AdamW", "optimizer_way": "foreach"}
-    )
-    facts = Facts(pinned=False, convolutions=True)
-    tried = {name for name, change in CHANGES.items() if not change.why_not(facts, on_gpu)}
+    facts = {"device": "cuda:0", "optimizer": "AdamW", "optimizer_way": "foreach"}
+    facts |= {"pinned": False, "convolutions": True}
+    on_gpu = idle.model_copy(update=facts)
+    tried = {name for name, change in CHANGES.items() if not change.why_not(on_gpu)}
     wanted = {"tf32", "bf16", "pinned-memory", "cudnn-benchmark", "fused-optimizer", "compile"}
     assert wanted <= tried
 

@@ -192,9 +192,8 @@ if __name__ == "__main__":
 )
 
 
-def test_rollouts_are_no_evaluation_and_workers_that_repeat_rows_are_named(diagnose):
+def test_rollouts_are_no_evaluation(diagnose):
     found = diagnose(ROLLOUTS)
-    assert "repeated-rows" in names(found)
     assert not names(found) & {"frequent-evaluation", "unstable-training"}
     assert found.shares.get("evaluation", 0.0) == 0
 

@@ -17,7 +17,7 @@ import pytest
 import flatout
 from flatout.errors import RunFailed
 from flatout.measure import race, trial
-from flatout.measure.attach.request import Answer, Facts, Site
+from flatout.measure.attach.request import Answer, Site
 from flatout.measure.evidence import Evidence
 from flatout.measure.scripts import tune
 from flatout.measure.scripts.tune import name_of
@@ -73,7 +73,7 @@ class Script:
             return Ran(Answer(steps=3), None, "", False)
         if timing is None:
             times = {"step_s": self.step_s, "compute_s": self.step_s}
-            seen = {"evidence": Evidence(source="script", device="cpu", **times), "facts": Facts()}
+            seen = {"evidence": Evidence(source="script", device="cpu", **times)}
             return Ran(Answer(**seen, sites=self.sites, steps=30), 0, "", True)
         text = (folder / "train.py").read_text()
         changes = request.changes
