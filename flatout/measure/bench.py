@@ -186,27 +186,23 @@ def run_rounds(race: Race, points: Sequence[Point], repeats: int) -> None:
 
     Neighbours stay neighbours, to be measured close in time. Every other round runs backwards, so
     that a machine that slows down favours none. A setting that fails in its first round is not
-    tried again. What is off by default, and may be slow or compile for minutes, comes last, and
-    with a time limit only after two rounds of the others. When not everything fits, the baseline
-    and the full set have priority, and then what was never measured.
+    tried again. When not everything fits, the baseline and the full set have priority, and then
+    what was never measured.
 
     Raises: TimeIsUp.
     """
-    late = {point.after for point in points if point.kind == "add-one"}
     climb = [point.after for point in points if point.kind in ("baseline", "added")]
     # even the shortest bench finds the total
     order = [*dict.fromkeys([*climb[:1], *climb[-1:], *(point.after for point in points)])]
     for number in range(repeats):
-        is_early = not math.isinf(race.total_s) and number < min(2, repeats - 1)
-        due = [one for one in order if not (is_early and one in late)
-               and (race.results(one) or not race.failure(one))]  # fmt: skip
+        due = [one for one in order if race.results(one) or not race.failure(one)]
         due.sort(key=lambda one: (one not in order[:2], bool(race.results(one))))
         while number and due and not race.allows(*due):
             due.pop()
         if len(due) < 2 and number:
             return
         race.round += 1
-        due.sort(key=lambda one: (one in late, order.index(one) * (-1) ** number))
+        due.sort(key=lambda one: order.index(one) * (-1) ** number)
         for at, one in enumerate(due, 1):
             race.note(f"round {number + 1} of {repeats}, {at} of {len(due)}")
             if not number or race.allows(one):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -239,20 +238,11 @@ def check_out(copy: Scratch, revision: str) -> None:
 
     Raises: RunFailed when git cannot read them.
     """
-    tracked = (git(copy.source, "ls-files", "-z") or "").split("\0")
-    kept = {*(git(copy.source, "ls-tree", "-rz", "--name-only", revision) or "").split("\0")}
-    for name in tracked:
-        if name and name not in kept:
-            (copy.path / name).unlink(missing_ok=True)
-    archive = ["git", "-C", str(copy.source), "archive", "--format=tar", revision]
-    try:
-        with (
-            subprocess.Popen(archive, stdout=subprocess.PIPE) as packed,
-            tarfile.open(fileobj=packed.stdout, mode="r|") as files,
-        ):
-            files.extractall(copy.path, filter="tar")
-    except (OSError, tarfile.TarError) as error:
-        raise RunFailed(
-            f"The files of revision {revision} cannot be read: {error}.",
-            fix="Check it out by hand, and compare two commands.",
-        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        for words in (["HEAD"], ["--reset", "-u", revision]):
+            copied = f"--work-tree={copy.path}", "read-tree", *words
+            if git(copy.source, *copied, GIT_INDEX_FILE=f"{folder}/index") is None:
+                raise RunFailed(
+                    f"The files of revision {revision} cannot be read.",
+                    fix="Check it out by hand, and compare two commands.",
+                )

@@ -266,8 +266,6 @@ class Evidence(Stored):
     """Threads that torch uses for one operation."""
     other_busy_cores: Number = None
     """Cores that other processes keep busy, of those that the process may use."""
-    busy_share: Number = None
-    """Share of a recorded run in which that left too few for its threads. None means all of it."""
     shared_gib: Number = None
     """Free shared memory, through which processes send batches."""
     environment: Mapping[str, str] = {}

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from flatout.config.registry import PACKAGE_DIR
+from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError
 
 
@@ -40,7 +41,7 @@ def require_own(out: Path, *, is_own: bool) -> None:
     claim(out.parent)
 
 
-def git(folder: Path, *words: str) -> str | None:
+def git(folder: Path, *words: str, **variables: str) -> str | None:
     """Return what a git command prints. None when it fails."""
     try:
         done = subprocess.run(
@@ -48,6 +49,7 @@ def git(folder: Path, *words: str) -> str | None:
             capture_output=True,
             text=True,
             check=False,
+            env=own_environment() | variables,
         )
     except OSError:
         return None

@@ -85,39 +85,30 @@ class ResumeProof(Stored):
         return Display(headline, notes=[*notes, *([FIXED] if self.made_deterministic else [])])
 
 
-def steps_of(text: str | None, config: RunConfig) -> tuple[int, int]:
+def steps_of(text: str | None, total: int | None) -> tuple[int, int]:
     """Return the steps before and after the stop that `--steps N,M` states.
 
-    Without it, a recipe of fewer than ten steps is stopped in its middle.
+    Without it, a recipe of fewer than ten steps in `total` is stopped in its middle.
     Raises: ConfigError when the text is not two numbers, or the recipe has fewer steps.
     """
-    total = config.train.steps
     found = re.fullmatch(r"\s*([1-9]\d*)\s*,\s*([1-9]\d*)\s*", text or "")
     if text is not None and not found:
         raise ConfigError(
             f"--steps {text!r} is not two numbers of steps.",
             fix="Write --steps 5,5: five steps, a stop, and five more.",
         )
-    whole = min(total or 10, 10)
-    steps = (int(found[1]), int(found[2])) if found else (whole // 2, whole - whole // 2)
-    require_length(total, steps)
-    return steps
-
-
-def require_length(total: int | None, steps: tuple[int, int]) -> None:
-    """Check that a recipe of `total` steps can be stopped and continued for these steps.
-
-    Raises: ConfigError.
-    """
     if total == 1:
         raise ConfigError(
             "A recipe of 1 step cannot be stopped and resumed.", fix="Set train.steps=2, or more."
         )
+    whole = min(total or 10, 10)
+    steps = (int(found[1]), int(found[2])) if found else (whole // 2, whole - whole // 2)
     if total is not None and total < sum(steps):
         raise ConfigError(
             f"--steps {steps[0]},{steps[1]} needs {sum(steps)} steps, but the recipe has {total}.",
             fix=f"Give --steps {total // 2},{total - total // 2}, or set train.steps={sum(steps)}.",
         )
+    return steps
 
 
 def prove_resume(
@@ -146,7 +137,7 @@ def prove_resume(
         try:
             reached = _train(asked, whole, end, f"Training to step {end} without a stop", progress)
             if reached < sum(steps):
-                require_length(reached, steps)
+                steps_of(f"{steps[0]},{steps[1]}", reached)  # raises
             chosen = layout.read_config(whole)
             assert chosen is not None, "a run that has trained has a configuration"
             stopped = _train(chosen, parts, stop, f"Training to step {stop}", progress)

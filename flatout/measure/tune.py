@@ -33,7 +33,7 @@ from flatout.measure.moves import (
     tolerance_between,
 )
 from flatout.measure.output import require_own
-from flatout.measure.race import LOSS_STEPS, SCREEN, Done, Race, Row, absent_row
+from flatout.measure.race import LOSS_STEPS, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import PARTS, Tuning, facts_of, late_ones
 from flatout.measure.search import Search
@@ -334,10 +334,5 @@ def confirm(search: Search, requested: RunConfig, seq_len: int) -> bool:
         if search.taken:
             search.step_back(f"fails when it evaluates and saves: {result.reason}")
             continue
-        # nothing else was faster, but something else may be able to
-        race.done = [one for one in race.done if one.setting != best]
-        race.done.insert(0, Done(best, SCREEN, 0, result))
-        others = [one.after for one in search.tried if race.results(one.after)]
-        if not others:
-            return False
-        search.start = min(others, key=lambda each: race.results(each)[-1].step_ms)
+        race.done = [replace(one, result=result) for one in race.done]
+        return False

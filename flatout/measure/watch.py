@@ -66,26 +66,10 @@ class Watched(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of one epoch."""
-        loop = self._loop
-        is_timed = loop.begin_wait()
-        try:
-            iterator = iter(self._batches)  # may start processes
-        finally:
-            if is_timed:
-                loop.leave("data_wait")
-        while True:
-            is_timed, has_ended = loop.begin_wait(), False
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                has_ended = True
-            finally:
-                if is_timed:
-                    loop.leave("data_wait")
-            if has_ended:
-                loop.end_epoch()
-                return
+        iterator = self._loop.waiting(iter, self._batches)  # may start processes
+        while (batch := self._loop.waiting(next, iterator, LATEST)) is not LATEST:
             yield batch
+        self._loop.end_epoch()
 
     def __next__(self) -> Batch:
         """Return the next batch of an iterator, or of a loader's first epoch."""

@@ -128,7 +128,7 @@ def verify(
         preflight.check(config)
         from flatout.measure.resume import prove_resume, steps_of
 
-        proof = prove_resume(config, steps_of(steps, config), progress=progress)
+        proof = prove_resume(config, steps_of(steps, config.train.steps), progress=progress)
         return VerifyResult(
             path=shown,
             ok=proof.is_equal,

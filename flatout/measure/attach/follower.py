@@ -241,13 +241,16 @@ class Follower:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             self._failure = failure_of(error, self.steps)
 
-    @guarded
-    def begin_wait(self) -> bool:
-        """Start waiting for a batch, or for a loader that opens, and return whether it is timed."""
-        if not self._starts() or not self._hooks.starts("data_wait"):
-            return False
-        self._timer.enter("data_wait")
-        return True
+    def waiting(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call what waits for a batch, or for a loader that opens, and return its result."""
+        is_timed = guarded(lambda: self._starts() and self._hooks.starts("data_wait"))()
+        if is_timed:
+            self.enter("data_wait")
+        try:
+            return call(*args)
+        finally:
+            if is_timed:
+                self.leave("data_wait")
 
     @guarded
     def end_epoch(self) -> None:

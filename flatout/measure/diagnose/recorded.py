@@ -149,26 +149,17 @@ def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -
 
 
 def _other_processes(records: Records, events: Sequence[JsonObject]) -> dict[str, Any]:
-    """Return how busy other processes kept the cores of the run.
-
-    `other_busy_cores` is the mean of the records in which they left too few for the run's threads,
-    if there are any, and `busy_share` is their share.
-    """
+    """Return how busy other processes kept the cores of the run, which with what threads it had."""
     stated = [one["environment"] for one in events if isinstance(one.get("environment"), dict)]
     threads = int(finite_numbers(stated[-1]).get("threads", 1)) if stated else 1
-    known = [
-        (one["cpu/other_cores"], int(one["cpu/cores"]))
-        for one in records
-        if {"cpu/other_cores", "cpu/cores"} <= one.keys()
-    ]
-    busy = [one for one in known if one[0] + threads > one[1]]
+    both = {"cpu/other_cores", "cpu/cores"}
+    known = [[one[name] for name in sorted(both)] for one in records if both <= one.keys()]
     if not known:
         return {}
-    found: dict[str, Any] = {"other_busy_cores": fmean(others for others, _ in busy or known)}
-    if busy:
-        share = len(busy) / len(known)
-        found |= {"cores": busy[-1][1], "threads": threads, "busy_share": share}
-    return found
+    cores, others = map(fmean, zip(*known, strict=True))
+    if others + threads <= cores:
+        return {"other_busy_cores": others}
+    return {"other_busy_cores": others, "cores": int(cores), "threads": threads}
 
 
 def _speedups(events: Sequence[JsonObject]) -> tuple[tuple[str, ...] | None, str | None]:

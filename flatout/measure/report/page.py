@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
 from pathlib import Path
 
 from flatout.display import UNKNOWN, Column, Display, Table, digits, duration, html, plain
 from flatout.errors import MissingPackage
 from flatout.measure.report.curves import CHARTS, INTERVALS, RunData
-from flatout.storage.json_io import JsonObject, is_finite
+from flatout.storage.json_io import is_finite
 
 MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""
@@ -139,7 +138,8 @@ def sections(runs: Sequence[RunData]) -> Iterator[PageSection]:
                 str(event["event"]),
                 cut(plain({name: value for name, value in event.items() if name not in HIDDEN})),
             )
-            for event in grouped(run.events)
+            for event in run.events
+            if event["event"] != "speedup" or event.get("step")  # the settings have the first
         ]
         if rows:
             earlier = len(rows) - MAX_EVENTS
@@ -149,17 +149,6 @@ def sections(runs: Sequence[RunData]) -> Iterator[PageSection]:
             yield PageSection("events", f"Events{of_run}", body)
     notes = [] if any(every) else [NO_SETTINGS]
     yield PageSection("settings", "Settings", table(every, notes, all_rows=True))
-
-
-def grouped(events: Sequence[JsonObject]) -> Iterator[JsonObject]:
-    """Yield the events. Speedups that are decided one after the other are one."""
-    for kind, group in groupby(events, lambda event: event["event"]):
-        first, *rest = members = list(group)
-        if kind != "speedup" or not rest:
-            yield from members
-            continue
-        on = {"on": [str(one.get("name")) for one in members if one.get("on")]}
-        yield {name: value for name, value in first.items() if name in HIDDEN} | on
 
 
 def cut(text: str) -> str:

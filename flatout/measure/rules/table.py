@@ -136,8 +136,7 @@ ROWS = [
         lambda e: (
             e.device == "cpu"
             and (e.other_busy_cores or 0.0) > max(0.5, (e.cores or 1e9) - (e.threads or 1))
-            and (e.busy_share or 1.0) >= 0.1
-            and (e.busy_share or 1.0) * (e.other_busy_cores or 0.0) / (e.cores or 1)
+            and (e.other_busy_cores or 0.0) / (e.cores or 1)
         ),
         "Other processes kept {e.other_busy_cores:.1f} of {e.cores} cores busy, which left too few "
         "for torch (threads: {e.threads}). Rates from that time are too low.",

@@ -176,12 +176,12 @@ def test_recorded_windows_say_how_busy_the_machine_was(run):
         ]
         return recorded_evidence(run(records=lines, start={"environment": {"threads": 2}}))
 
-    busy = recorded(0.1, 3.0, None, 3.6, 0.2)
-    assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.5)
+    busy = recorded(3.0, None, 3.6)
+    assert (busy.cores, busy.threads) == (4, 2)
     assert busy.other_busy_cores == pytest.approx(3.3)
     told = diagnosis_of(busy)
     assert told.verdict.startswith("Other processes kept 3.3 of 4 cores busy, which left too few")
-    assert "evidence  41% of the step" in told.summary()
+    assert "evidence  82% of the step" in told.summary()
     assert "has taken few steps" in busy.notes[-1]
     idle = recorded(0.1, 0.3)
     assert (idle.other_busy_cores, idle.cores) == (pytest.approx(0.2), None)
