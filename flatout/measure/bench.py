@@ -115,7 +115,10 @@ def run_bench(
         line: dict[str, Json] = {"bench": [requested.name, kind, digest], "began": began}
         line |= {"point": names[done.setting], "round": done.round}
         with writing(folder / TRIALS):
-            append_line(folder / TRIALS, line | {"result": done.result.model_dump(mode="json")})
+            append_line(
+                folder / TRIALS,
+                line | {"result": done.result.model_dump(mode="json")},
+            )
             sync(folder / TRIALS)
             sync(folder)
 

@@ -36,8 +36,6 @@ from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import SEEN, Answer, Request, Timing
 from flatout.measure.evidence import Failure, FailureKind
 from flatout.measure.scripts.changes import CHANGES
-from flatout.progress import SILENT, Progress
-from flatout.storage.files import Stored
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.runlog import RunLog
 
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 GRACE_S = 20.0
 """How long a script may take to end after it was measured."""
-SLOW_START_S = 60.0
-"""Time without a step after which the command reports that."""
 REQUEST = "FLATOUT_ATTACH"
 """The environment variable by which a process finds what is asked of it."""
 NOT_IMPORTED = "torch was not imported"
@@ -115,26 +111,12 @@ class Ran(NamedTuple):
         )
 
 
-class Result(Stored):
+class Result(Answer):
     """What a trial measured, or why it measured nothing."""
 
     status: Status = "ok"
     reason: str | None = None
     """Why it is not ok."""
-    step_s: list[float] = Field([])
-    """Seconds of each step after the first, the warm-up included."""
-    compiled: list[int] = Field([])
-    """Indices in `step_s` of steps that compiled."""
-    warmup_steps: int = 0
-    """How many of `step_s` belong to the warm-up."""
-    settled: bool = True
-    """Whether the step time was steady after them."""
-    losses: list[float] = Field([])
-    """The loss of each step."""
-    peak_gib: float | None = None
-    """Peak memory: of the device, or on a CPU of the process."""
-    compile_s: float | None = None
-    """Seconds spent compiling. Null when nothing was compiled."""
     rows_per_device: int | None = None
     """Of a recipe: sequences in a micro-batch."""
     accumulate: int | None = None
@@ -211,7 +193,6 @@ def run_command(
     as_json: bool = False,
     limit_s: float = math.inf,
     grace_s: float = GRACE_S,
-    progress: Progress = SILENT,
 ) -> Ran:
     """Run a command until it answers a request, and return the answer.
 
@@ -248,35 +229,28 @@ def run_command(
             start_new_session=is_captured,  # otherwise it may read from the terminal
         )
         try:
-            has_ended = _wait(process, request, grace_s, limit_s, progress)
+            has_ended = _wait(process, request, grace_s, limit_s)
             code = process.poll()
         finally:
             end_all(process)
         try:
             found = Answer.model_validate_json(answer.read_bytes())
         except (OSError, ValidationError):
-            seen = _seen(request)
-            steps = int((seen or "").partition(" ")[2] or 0)
-            found = Answer(problem=NOT_IMPORTED if seen is None else None, steps=steps)
+            seen = Path(request.answer + SEEN).exists()
+            found = Answer(problem=None if seen else NOT_IMPORTED)
         kept.seek(0)
         output = kept.read().decode(errors="replace").strip()
         return Ran(found, code, output, has_ended, time.monotonic() - start_s)
 
 
 def _wait(
-    process: subprocess.Popen[bytes],
-    request: Request,
-    grace_s: float,
-    limit_s: float,
-    progress: Progress,
+    process: subprocess.Popen[bytes], request: Request, grace_s: float, limit_s: float
 ) -> bool:
     """Wait until a command has ended, or for a while after its answer. False: it took too long."""
-    path, began_s = Path(request.answer), time.monotonic()
-    late_s, end_s = began_s + SLOW_START_S, began_s + limit_s
+    path, end_s = Path(request.answer), time.monotonic() + limit_s
     is_answered = request.to_the_end
     while process.poll() is None and time.monotonic() < end_s:
         time.sleep(POLL_S)
-        now_s = time.monotonic()
         if not is_answered and path.exists():
             is_answered, answer = True, Answer.model_validate_json(path.read_bytes())
             found = answer.evidence
@@ -285,23 +259,8 @@ def _wait(
             has_steps = is_one and (answer.steps > 0 or answer.failure is not None)
             # one that ends by itself has its exit code
             wait_s = grace_s if answer.is_complete else max(grace_s, GRACE_S)
-            end_s = now_s + (wait_s if has_steps else 0.0)
-        if now_s > late_s:
-            late_s = math.inf
-            if request.timing is None and not (_seen(request) or "").startswith("step"):
-                progress.say(
-                    f"No optimizer step was seen in {SLOW_START_S:.0f} s. Waiting for one. "
-                    "Ctrl+C ends the script."
-                )
+            end_s = time.monotonic() + (wait_s if has_steps else 0.0)
     return is_answered or process.poll() is not None
-
-
-def _seen(request: Request) -> str | None:
-    """Return how far the script has come, as in `SEEN`. None means it did not import torch."""
-    try:
-        return Path(request.answer + SEEN).read_text(encoding="utf-8")
-    except OSError:
-        return None
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
@@ -351,8 +310,8 @@ def result_of(ran: Ran) -> Result:
         reason = answer.problem or "it took too few steps"
         if not answer.steps and answer.problem is None:
             reason = "no optimizer of torch took two steps in it"
-    kept = {name: getattr(answer, name) for name in Result.model_fields if hasattr(answer, name)}
-    return Result(**kept, status=status if reason else "ok", reason=reason, process_s=ran.process_s)
+    ended = {"status": status if reason else "ok", "reason": reason, "process_s": ran.process_s}
+    return Result(**dict(answer) | ended)
 
 
 def try_command(

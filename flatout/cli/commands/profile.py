@@ -61,9 +61,7 @@ def profile(
     if recipe is None:
         from flatout.measure.profile.profile import profile_script
 
-        return profile_script(
-            script, steps=steps, skip=skip, out=out, as_json=as_json, progress=progress
-        )
+        return profile_script(script, steps=steps, skip=skip, out=out, as_json=as_json)
     config = load_checked(recipe, overrides)
     from flatout.measure.profile.profile import run_profile
 

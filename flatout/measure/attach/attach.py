@@ -34,8 +34,6 @@ from flatout.storage.files import write_text
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
 PARENT_POLL_S = 1.0
-SAY_EVERY_S = 0.5
-"""Time between two reports of the number of steps."""
 
 
 class Attachment:
@@ -54,7 +52,7 @@ class Attachment:
             sites=self._sites,
             is_trial=request.is_trial,
         )
-        self._is_done, self._said_s = False, 0.0
+        self._is_done = False
         if request.limit_s is not None:
             late = threading.Timer(request.limit_s, guarded(self._hangs))
             late.daemon = True
@@ -101,12 +99,7 @@ class Attachment:
         write_text(Path(self._request.answer), answer.model_dump_json())
 
     def _after_step(self, goes_on: bool) -> None:
-        steps = self._loop.steps
-        if (now_s := time.perf_counter()) - self._said_s > SAY_EVERY_S:
-            self._said_s = now_s
-            with suppress(OSError):  # the command has ended
-                Path(self._request.answer + SEEN).write_text(f"step {steps + 1}", encoding="utf-8")
-        if not goes_on or steps == self._request.steps:
+        if not goes_on or self._loop.steps == self._request.steps:
             self.answer(is_complete=True)
         if self._is_done and not self._request.to_the_end:
             end_script(is_one_of_several=self._loop.world_size > 1)
@@ -122,7 +115,7 @@ def attach(path: str) -> None:
     """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
     with suppress(OSError):  # the command has ended
-        Path(request.answer + SEEN).write_text("torch", encoding="utf-8")
+        Path(request.answer + SEEN).touch()
     if request.parent is not None:
         threading.Thread(target=_end_with, args=(request.parent,), daemon=True).start()
     if request.copy_of_user is not None:

@@ -10,9 +10,7 @@ from flatout.storage.files import Stored
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that `diagnose` measures."""
 SEEN = ".seen"
-"""Added to the name of the answer's file: how far the script has come: `torch`, or `step` and the
-number of its steps.
-"""
+"""Added to the name of the answer's file: it exists once the script has imported torch."""
 
 
 class Timing(Stored):

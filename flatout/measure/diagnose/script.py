@@ -9,7 +9,7 @@ from flatout.measure.attach.request import Request
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import Evidence
 from flatout.measure.trial import NOT_IMPORTED, Ran, run_command
-from flatout.progress import SILENT, Progress, counted
+from flatout.progress import counted
 
 
 def diagnose_script(
@@ -17,7 +17,6 @@ def diagnose_script(
     request: Request,
     *,
     as_json: bool = False,
-    progress: Progress = SILENT,
 ) -> tuple[Diagnosis, int | None]:
     """Measure a training script without an edit, and return the findings and its exit code.
 
@@ -26,7 +25,7 @@ def diagnose_script(
     Raises: ConfigError when the command does not exist, or its environment has no flatout;
             RunFailed when nothing was measured.
     """
-    ran = run_command(command, request, as_json=as_json, progress=progress)
+    ran = run_command(command, request, as_json=as_json)
     found = diagnosis_of(evidence_in(" ".join(command), ran))
     return found, None if ran.answer.is_complete and not request.to_the_end else ran.code
 
@@ -49,7 +48,7 @@ def evidence_in(name: str, ran: Ran) -> Evidence:
         what = f"ended after {took}, which are too few to measure."
         fix = "Let it train for at least 30 steps."
     elif not ran.has_ended:
-        what = f"took {took} until its time was up, which is too little to measure."
+        what = "took too few steps until its time was up."
         fix = "Allow more --minutes, or make its steps shorter: fewer rows show the same."
     elif failure is not None:
         what = f"failed before its steps could be measured: {failure.message}"

@@ -100,7 +100,6 @@ def profile_script(
     skip: int | None = None,
     out: Path | str | None = None,
     as_json: bool = False,
-    progress: Progress = SILENT,
 ) -> Profile:
     """Profile some steps of a script, which ends after them, as `run_profile`.
 
@@ -110,7 +109,7 @@ def profile_script(
     file = next((word for word in command if word.endswith(".py")), command[0])
     out = Path(out or PROFILES / Path(file).stem)
     with recorded_to(out, steps, skip) as (request, _):
-        ran = run_command(command, request, as_json=as_json, progress=progress)
+        ran = run_command(command, request, as_json=as_json)
         if ran.answer.recorded is None:
             if ran.answer.failure is None and (took := ran.answer.steps):
                 raise RunFailed(
