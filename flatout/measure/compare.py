@@ -37,8 +37,6 @@ SLOWER = 3
 """The exit code of a command that is slower than asked."""
 TOO_WIDE = 1.5
 """Ratio of the ends of an interval around 1 from which it decides nothing."""
-GROWTH = 0.05
-"""Growth of the peak memory that is reported."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +173,6 @@ def compare_commands(
         race.done.clear()  # half a round compares nothing
         race.require_result()
     rows = [row_of(side, race) for side in (one, two)]
-    before, after = (row.peak_gib or 0.0 for row in rows)
-    if before and after > (1 + GROWTH) * before:
-        notes.append(f"b needs {gib(after - before)} more memory than a.")
     scaled = {name: end and work * end for name, end in dict(ratio or ()).items()}
     return Comparison(
         path=str(here),

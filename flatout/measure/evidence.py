@@ -209,7 +209,7 @@ class Evidence(Stored):
     """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
     python, save, logging, optimizer, recompile, compute, evaluation, evaluation-mode, op (the lines
     that call the most operations), own (lines outside of torch's training work), softmax (an
-    attention without SDPA), float64, anomaly, threads, kept (the line that keeps graphs), padding,
+    attention without SDPA), float64, anomaly, threads, padding,
     rows (a batch size of 1), broadcast (a column and a row that make a square)."""
     kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""

@@ -104,12 +104,7 @@ def test_the_winner_is_rehearsed_in_time_however_slow_the_trials_are(tune, minut
         assert found.best.gain.median > 1.2
 
 
-def test_time_that_the_winners_leave_is_for_what_the_screening_did_not_reach(tune):
-    machine = MadeUp(speedups={"fused-heads": 0.5}, overhead_s=10.0)
-    found = tune(machine, minutes=7, only=["speedups"])
-    late = {each.name for each in found.not_tried if "the time was up" in each.reason}
-    assert late.isdisjoint(rows_of(found))
-    assert machine.now > 0.8 * 7 * 60 or not late
+def test_what_the_screening_did_not_reach_is_named(tune):
     found = tune(MadeUp(overhead_s=50.0), minutes=2)
     assert any("the time was up" in each.reason for each in found.not_tried)
     assert "Add --minutes" in found.summary()

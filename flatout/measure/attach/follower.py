@@ -500,9 +500,8 @@ class Follower:
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
         update["kept_graphs"] = kept_graphs = self._graphs.kept()
-        keeper = self._graphs.keeper(sys._getframe(1)) if kept_graphs else None
-        if keeper is not None:
-            update["kept_by"], lines["kept"] = keeper
+        if kept_graphs and (keeper := self._graphs.keeper(sys._getframe(1))):
+            update["kept_by"] = keeper
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}

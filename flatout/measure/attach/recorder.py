@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -190,8 +189,8 @@ class Graphs:
         earlier = [*self._marks][:-2]
         return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
 
-    def keeper(self, frame: FrameType | None) -> tuple[str, Line] | None:
-        """Return the variable of the calling user code that keeps graphs, and the line that adds.
+    def keeper(self, frame: FrameType | None) -> str | None:
+        """Return the variable of the calling user code that keeps graphs.
 
         Variables of this thread's frames and attributes of their objects are looked at.
         """
@@ -199,7 +198,7 @@ class Graphs:
             if is_user_code(frame.f_code.co_filename):
                 for name, value in _variables(frame):
                     if len({*itertools.islice(_marks_in(value), 3)}) == 3:
-                        return name, _adding(frame, name)
+                        return name
             frame = frame.f_back
         return None
 
@@ -247,16 +246,3 @@ def _marks_in(value: Any) -> Iterator[int]:
             yield id(mark)
             continue
         nodes += [each for each, _ in node.next_functions if each is not None]
-
-
-def _adding(frame: FrameType, name: str) -> Line:
-    """Return the line of a function that adds to a variable, or its first line if none is found."""
-    file, first = frame.f_code.co_filename, frame.f_code.co_firstlineno
-    adds = re.compile(rf"{re.escape(name)}\b\s*(\+=|=|\.(append|extend|update)\()")
-    numbers = sorted({number for _, _, number in frame.f_code.co_lines() if number})
-    found: Counter[int] = Counter()
-    for number in numbers:
-        text = adds.search(line_of(file, number))
-        if text is not None:
-            found[number] = 2 - (text[1] == "=")
-    return file, found.most_common(1)[0][0] if found else first

@@ -317,7 +317,6 @@ ROWS = [
         lambda e: (e.kept_graphs or 0.0) > 0.5 and "spoils",
         "The graph of each step is kept by {e.kept_by}, so memory and time grow with the steps.",
         "Keep numbers, not tensors with gradients: add loss.item() or loss.detach().",
-        site="kept",
         shows="growth_mib",
     ),
     row(

@@ -17,8 +17,6 @@ from pydantic import Field
 from flatout.measure.attach.request import Site
 from flatout.storage.files import Stored
 
-UNITS = ast.Name | ast.Attribute | ast.Call | ast.Subscript
-"""Mappings of a call that `|` can follow."""
 Made = dict[tuple[int, int, str], bytes]
 """New text by the bytes that it replaces, and by what it is if it replaces none."""
 
@@ -238,14 +236,9 @@ class _Source:
         made: Made = {}
         arguments = [*call.args, *call.keywords]
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        mappings = [keyword for keyword in call.keywords if keyword.arg is None]
-        has_star = any(isinstance(one, ast.Starred) for one in call.args)
+        has_star = None in given or any(isinstance(one, ast.Starred) for one in call.args)
         if not has_star:
             given |= dict(zip(site.parameters, call.args, strict=False))
-        is_clear = not has_star and [isinstance(one.value, UNITS) for one in mappings] in (
-            [],
-            [True],
-        )
         closing = self._span(call)[1] - 1
         end = max([self._span(one)[1] for one in arguments], default=closing)
         for name, value in keywords.items():
@@ -253,11 +246,8 @@ class _Source:
                 made[(*self._span(given[name]), "")] = value.encode()
             elif name not in site.parameters:
                 return f"{site.name} takes no {name}"
-            elif not is_clear:
+            elif has_star:
                 return f"an argument with a star may contain {name}"
-            elif mappings:
-                at = self._span(mappings[0])[1]
-                made[at, at, name] = f' | {{"{name}": {value}}}'.encode()
             else:  # before the parenthesis of f(x for x in y), too
                 at, comma = min(end, closing), ", " if arguments else ""
                 made[at, at, name] = f"{comma}{name}={value}".encode()

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -17,8 +16,6 @@ LARGE_BYTES = 256 << 20
 MOST_BYTES, MOST_FILES = 4 << 30, 50_000
 LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
 """Directories that are links: trials only read them, if at all."""
-State = dict[str, tuple[int, int]]
-"""Modification time and size of each file, by its path."""
 
 
 class Scratch:
@@ -30,8 +27,6 @@ class Scratch:
 
     def __init__(self, source: Path) -> None:
         self.source = source.resolve()
-        self._folders: list[Path] = []
-        """The directories of the copy, relative to it."""
         self.written: dict[str, None] = {}
         """Files that trials created or changed, relative to the directory."""
         self._root = Path(tempfile.mkdtemp(prefix="flatout-scratch-")).resolve()
@@ -49,7 +44,6 @@ class Scratch:
                         (own / beside.name).symlink_to(beside.path)
                 at /= part
             self._copy()
-            self._state = self._look()
         except BaseException:
             self.__exit__()
             raise
@@ -59,66 +53,40 @@ class Scratch:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _copy(self) -> None:
-        """Copy the directory.
+        """Copy the directory, and link what is large or leads elsewhere.
 
         Raises: ConfigError when it has too much for copies.
         """
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self.source):
-            at = Path(folder).relative_to(self.source)
-            (self.path / at).mkdir(parents=True, exist_ok=True)
-            self._folders.append(at)
-            links = [
-                name for name in folders if name in LINKED or (Path(folder) / name).is_symlink()
-            ]
+            at = self.path / Path(folder).relative_to(self.source)
+            at.mkdir(parents=True, exist_ok=True)
+            links = [one for one in folders if one in LINKED or os.path.islink(f"{folder}/{one}")]
             folders[:] = [name for name in folders if name not in links]
             for name in (*links, *files):
-                num_bytes, num_files = num_bytes + self._place(at / name), num_files + 1
+                original, num_files = Path(folder, name), num_files + 1
+                size = original.lstat().st_size
+                if size > LARGE_BYTES or original.is_symlink() or original.is_dir():
+                    (at / name).symlink_to(original.resolve())
+                elif original.is_file():  # no socket or pipe
+                    shutil.copy2(original, at / name)
+                    num_bytes += size
             if num_bytes > MOST_BYTES or num_files > MOST_FILES:
                 raise ConfigError(
                     f"{self.source} has too many files to copy it for trials.",
                     fix="Start from a directory that contains only the script and its data.",
                 )
 
-    def _place(self, name: Path | str) -> int:
-        """Copy a file, or link what is large or leads elsewhere, and return the copied bytes."""
-        original, own = self.source / name, self.path / name
-        size = original.lstat().st_size
-        if size > LARGE_BYTES or original.is_symlink() or original.is_dir():
-            own.symlink_to(original.resolve())
-        elif original.is_file():  # no socket or pipe
-            shutil.copy2(original, own)
-            return size
-        return 0
-
-    def _look(self) -> State:
-        found = {}
-        for folder, folders, files in os.walk(self.path):
-            names = (*files, *(name for name in folders if os.path.islink(f"{folder}/{name}")))
-            for name in names:
-                entry = os.lstat(path := os.path.join(folder, name))
-                found[os.path.relpath(path, self.path)] = entry.st_mtime_ns, entry.st_size
-        return found
-
     def reset(self) -> None:
-        """Undo what a trial did to the copy."""
-        now = self._look()
-        changed = {name for name, _ in now.items() ^ self._state.items()}
-        for name in sorted(changed):
-            if "__pycache__" not in name:
-                self.written[name] = None
-            own = self.path / name
-            own.unlink(missing_ok=True)
-            if name in self._state:
-                own.parent.mkdir(parents=True, exist_ok=True)
-                self._place(name)
-        for folder, _, _ in os.walk(self.path, topdown=False):
-            if Path(folder).relative_to(self.path) not in self._folders:
-                with suppress(OSError):  # it is not empty
-                    os.rmdir(folder)
-        for at in self._folders:
-            (self.path / at).mkdir(parents=True, exist_ok=True)
-        self._state = self._look() if changed else self._state
+        """Undo what a trial did to the copy, by another one."""
+        for path in self.path.rglob("*"):
+            if path.is_symlink() or not path.is_file() or "__pycache__" in path.parts:
+                continue
+            original = self.source / (name := path.relative_to(self.path))
+            if not original.exists() or stamp(path) != stamp(original):
+                self.written[str(name)] = None
+        shutil.rmtree(self.path)
+        self._copy()
 
     def inside(self, word: str) -> str:
         """Return an argument with the path of the directory, or of a file in it, in the copy.
@@ -133,3 +101,9 @@ class Scratch:
     def original(self, text: str) -> str:
         """Return a text with the paths of the user's files in place of those of the copy."""
         return text.replace(str(self.path), str(self.source))
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """Return what tells a written file from a copied one."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size

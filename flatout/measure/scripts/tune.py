@@ -163,7 +163,7 @@ def search_of(race: Race, evidence: Evidence, only: Sequence[str]) -> Search:
         return None
 
     moves = [Move(name, frozenset({name}), does=CHANGES[name].does) for name in names]
-    search = Search(race, UNCHANGED, moves, why_not, "the unchanged script", proves_alone=False)
+    search = Search(race, UNCHANGED, moves, why_not, "the unchanged script")
     for name, why in reasons.items():
         if why and name not in names:
             search.leave(name, why)

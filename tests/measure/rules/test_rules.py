@@ -100,7 +100,7 @@ cpu:
   frequent-evaluation: {evaluation_s: 0.05}
   garbage-collection: {gc_s: 0.02, site: gc}
   memory-leak: {growth_bytes: 1048576}
-  growing-memory: {kept_graphs: 1.0, kept_by: total, site: kept, growth_bytes: 1048576}
+  growing-memory: {kept_graphs: 1.0, kept_by: total, growth_bytes: 1048576}
   length: {epochs: 400.0}
   no-validation: {val_tokens: 0}
   out-of-memory: {failure: {kind: out-of-memory, message: It fails.}}

@@ -80,14 +80,14 @@ NAMED = {
     "sleep": ("slow-code", "time.sleep(0.01)"),
     "copy": ("slow-code", "copy.deepcopy"),
     "evaluation": ("frequent-evaluation", "model(inputs) for _"),
-    "kept": ("growing-memory", "kept.append(loss)"),
+    "kept": ("growing-memory", None),
     "anomaly": ("anomaly-detection", "set_detect_anomaly(True)"),
     "padding": ("padding", "model(inputs)"),
     "decomposition": ("decomposition", None),
     "teacher": ("wasted-gradients", "loss.backward()"),
     "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
-    "operator": ("slow-code", "if row in seen:"),
+    "operator": ("slow-code", "found.append(row)"),  # the next call
 }
 
 
