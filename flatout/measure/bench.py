@@ -61,6 +61,8 @@ WHERE = {
     "leave-one-out": "in the full set",
 }
 """Where each kind of row measured a speedup. Later kinds, closer to a real run, take precedence."""
+WARM_S = 2.0
+"""Seconds of the warm-up of a trial."""
 SECONDS, LEAST_SECONDS = 5.0, 1.0
 """Seconds of measured steps per trial, and with a time limit their minimum."""
 START_S = 7.0
@@ -101,14 +103,12 @@ def run_bench(
     if sweep:
         every = [Point(name, "point", each) for name, each in SWEEPS[sweep](resolved).items()]
     points = [point for point in every if point.why_not is None]
-    names: dict[Any, str] = {}
-    for point in points:
-        names.setdefault(point.after, point.name)
+    names: dict[Any, str] = {point.after: point.name for point in points[::-1]}
     claim(folder)
     total_s = 60 * minutes - EVALUATING_S if minutes is not None else math.inf
     # with a time limit trials are shorter, so that two rounds fit
     seconds = max(LEAST_SECONDS, min(total_s / (2.2 * len(names)) - START_S, SECONDS))
-    timing = Timing(seconds=seconds, first_steps=LOSS_STEPS + 2, warmup_s=max(6.0, 3 * seconds))
+    timing = Timing(seconds=seconds, first_steps=LOSS_STEPS + 2, warmup_s=WARM_S)
 
     def keep(done: Done) -> None:
         """Append a trial to trials.jsonl, so that it survives if this process is killed."""
@@ -253,8 +253,6 @@ def notes(race: Race, found: Bench) -> list[str]:
             f"{race.stopped_by.capitalize()} before {shortened(late)} had a turn."
             f"{' Add --minutes.' * found.complete}"
         )
-    if unsteady := sum(one.result.is_ok and not one.result.settled for one in race.done):
-        lines.append(f"In {counted(unsteady, 'trial')} the step time was not yet steady.")
     torch, threads = (found.environment.get(name) for name in ("torch", "threads"))
     rounds = f"{counted(found.repeats, 'interleaved round')}, each trial in its own process"
     facts = [found.machine, f"torch {torch}, {threads} threads", rounds, f"commit {found.commit}",

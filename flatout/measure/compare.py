@@ -14,7 +14,6 @@ from flatout.assembly.recipe import Tolerance
 from flatout.display import Show, gib, milliseconds
 from flatout.distributed.spinning import say_if_busy
 from flatout.errors import ConfigError, RunFailed, in_shell
-from flatout.measure.attach import request
 from flatout.measure.attach.request import Timing
 from flatout.measure.output import git
 from flatout.measure.race import Figure, LossCheck, Race
@@ -28,7 +27,6 @@ SECONDS, STEPS, WARM_STEPS = 3.0, 12, 4
 """Fewest seconds and measured steps of a trial, and the steps of its warm-up."""
 ROUNDS = 10
 """Most rounds."""
-HOOK = "flatout/measure/attach/request.py"
 LONGEST_S = 900.0
 """A trial is ended after this."""
 RTOL = 1e-3
@@ -203,8 +201,6 @@ def row_of(side: Side, race: Race) -> SideRow:
 def repository_of(folder: Path, revision: str) -> Path:
     """Return the top directory of the repository of a directory, which has the revision.
 
-    In flatout's own repository, the hook in a measured process is that of the revision, and must
-    read the requests of this one.
     Raises: ConfigError.
     """
     top = git(folder, "rev-parse", "--show-toplevel")
@@ -217,13 +213,6 @@ def repository_of(folder: Path, revision: str) -> Path:
         raise ConfigError(
             f"There is no revision {revision!r} in {top}.",
             fix="`git log --oneline` shows revisions, `git branch` names.",
-        )
-    ours = Path(request.__file__).read_text("utf-8").strip()
-    if (Path(top) / HOOK).is_file() and git(folder, "show", f"{revision}:{HOOK}") != ours:
-        raise ConfigError(
-            f"Revision {revision} of flatout cannot be measured by this one: its {HOOK}, by which "
-            "both must exchange requests, differs.",
-            fix=f"Name a later revision: git log -- {HOOK}",
         )
     return Path(top)
 

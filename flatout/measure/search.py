@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flatout.measure.moves import Move, Setting
-from flatout.measure.race import LEAST_GAIN, Race, Row, TimeIsUp, absent_row
+from flatout.measure.race import LEAST_GAIN, Figure, Race, Row, TimeIsUp, absent_row
 
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
@@ -58,6 +58,8 @@ class Search:
     """Trials for which the time is kept after the search, where something was taken."""
     always_trials: int = 0
     """Trials for which the time is kept in any case."""
+    proves_alone: bool = True
+    """Whether a single winner is raced here. Otherwise the caller races what it is taken for."""
     tried: list[Tried] = field(default_factory=list)
     taken: list[Tried] = field(default_factory=list)
     """The moves that lead from the start to `best`, in this order."""
@@ -89,7 +91,16 @@ class Search:
         while queue and race.ended_by_signal is None:
             move = queue.pop(0)
             after = move.apply(self.best)
-            if after is not None and after != self.best and self._try(move, after):
+            if after is None or after == self.best:
+                continue
+            is_last = not queue or not race.allows(*[self.best] * (self.last_trials + 4))
+            is_alone = is_last and not self.taken and not self.proves_alone
+            if is_alone and race.results(after):  # nothing is measured on top of it
+                one = self._tried(move, after)
+                one.reason = self.verdict(after, one.before, move, None)
+                if self._taken(one) or one.reason == DIFFERENT:
+                    return
+            if self._try(move, after):
                 following = move.then and move.then.apply(self.best)
                 if move.then and following and self.why_not(following) is None:
                     queue.insert(0, move.then)
@@ -167,6 +178,10 @@ class Search:
         one.is_raced = race.gain(after, best) is not None
         if not race.results(after) and not race.failure(after):
             self.tried.remove(one)
+        return self._taken(one)
+
+    def _taken(self, one: Tried) -> bool:
+        """Return whether nothing speaks against a move, and note it."""
         one.taken = one.reason is None
         self.taken += [one] * one.taken
         return one.taken
@@ -175,10 +190,16 @@ class Search:
         self, after: Setting, before: Setting, move: Move | None = None, *, reserve: int = 0
     ) -> str | None:
         """Race two settings, and return why the first one is not proven better. None: it is."""
-        race = self.race
-        if why := race.compare(after, before, reserve=reserve):
-            return why if race.failure(after) else f"{UNPROVEN}: {why}"
-        check, gain = race.check(after, before), race.gain(after, before)
+        why = self.race.compare(after, before, reserve=reserve)
+        if why is not None:
+            return why if self.race.failure(after) else f"{UNPROVEN}: {why}"
+        return self.verdict(after, before, move, self.race.gain(after, before))
+
+    def verdict(
+        self, after: Setting, before: Setting, move: Move | None, gain: Figure | None
+    ) -> str | None:
+        """Return why a setting is not taken: its losses differ, or its gain is not clear."""
+        check = self.race.check(after, before)
         if check.within_tolerance is False:  # what a move removes may be what is wrong
             return None if move and move.leaves_out else DIFFERENT
         if check.loss_difference is None:

@@ -16,7 +16,7 @@ from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
 from flatout.errors import ConfigError, HardwareError, in_shell
 from flatout.measure.attach.request import Timing
-from flatout.measure.bench import draws_of, remember, train
+from flatout.measure.bench import WARM_S, draws_of, remember, train
 from flatout.measure.moves import (
     AHEAD,
     ROWS,
@@ -90,7 +90,7 @@ def run_tune(
             f"The recipe sets {start.rows} rows per micro-batch. `tune` varies the rows "
             "and the accumulation, and keeps the tokens per optimizer step."
         )
-    timing = Timing(seconds=SECONDS, first_steps=LOSS_STEPS + 2, warmup_s=3 * SECONDS)
+    timing = Timing(seconds=SECONDS, first_steps=LOSS_STEPS + 2, warmup_s=WARM_S)
     race = Race(
         partial(train, requested, timing),
         tolerance_between,

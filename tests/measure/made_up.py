@@ -68,7 +68,6 @@ class MadeUp:
         return Result(
             step_s=[step_s] * STEPS,
             warmup_steps=9,
-            settled=len(self.trials) > 1,
             losses=[3.0 + config.train.seed + change - 0.01 * step for step in range(STEPS)],
             compile_s=max((self.compile_s.get(name, 0.0) for name in on), default=0.0) or None,
             rows_per_device=rows,

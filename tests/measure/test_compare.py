@@ -138,22 +138,6 @@ def git(*words, folder):
     subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_revision_of_flatout_with_other_requests_is_an_error(made_up, tmp_path):
-    hook = tmp_path / comparing.HOOK
-    hook.parent.mkdir(parents=True)
-    own = Path(comparing.request.__file__).read_text()
-    for text in (own.replace("steps: int = 3", "steps: int = 4"), own):
-        hook.write_text(text)
-        if not (tmp_path / ".git").exists():
-            git("init", "-q", folder=tmp_path)
-        git("add", ".", folder=tmp_path)
-        git("commit", "-qm", "one", folder=tmp_path)
-    with pytest.raises(ConfigError, match="Revision HEAD~1 of flatout cannot be measured"):
-        flatout.compare(script=["train", "5"], against="HEAD~1")
-    assert made_up == []
-    comparing.repository_of(tmp_path, "HEAD")
-
-
 @pytest.mark.slow
 def test_a_revision_runs_with_its_own_files_and_the_users_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

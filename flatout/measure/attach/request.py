@@ -23,9 +23,9 @@ class Timing(Stored):
     first_steps: int = 0
     """Fewest steps in all, for their losses."""
     warmup_steps: int | None = None
-    """Steps of the warm-up. None: until the step time is steady, at most `warmup_s`."""
+    """Steps of the warm-up. None: as many as take `warmup_s`, until nothing is compiled."""
     warmup_s: float = 0.0
-    """Longest warm-up, counted from the end of the first step."""
+    """Seconds of the warm-up, counted from the end of the first step."""
     limit_s: float = 86_400.0
     """From its first step on: then three measured steps are enough, and after twice that, one."""
     seed_offset: int = 0
@@ -139,8 +139,6 @@ class Answer(Stored):
     """Seconds of each step of a trial after the first."""
     warmup_steps: int = 0
     """How many of `step_s` belong to the warm-up."""
-    settled: bool = True
-    """Whether the step time was steady after the warm-up."""
     is_complete: bool = False
     """Whether all steps that were asked for were timed."""
     compiled: list[int] = Field([])

@@ -36,7 +36,6 @@ CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
     "empty-cache": ((torch.cuda, "empty_cache"),),
     "threads": ((torch, "set_num_threads"),),
     "anomaly": ((detect_anomaly, "__init__"), (set_detect_anomaly, "__init__")),
-    "zero-grad": ((Optimizer, "zero_grad"), (nn.Module, "zero_grad")),
 }
 """The functions and methods that are recorded, by kind of `Site`."""
 
@@ -82,12 +81,7 @@ class Sites:
 
         @guarded
         def record(frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            matters = True
-            if kind == "anomaly":
-                matters = owner is detect_anomaly or torch.is_anomaly_enabled()
-            elif kind == "zero-grad":
-                matters = False in (*args[1:], *kwargs.values())
-            if matters:
+            if kind != "anomaly" or owner is detect_anomaly or torch.is_anomaly_enabled():
                 receiver = args[0] if isinstance(owner, type) else None
                 self._record(kind, name, receiver, frame)
 

@@ -8,7 +8,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
@@ -39,10 +39,8 @@ FEW_STEPS = 3
 WAIT_S = 60.0
 """How long a process waits to be ended."""
 
-WINDOW_STEPS, WINDOW_S = 8, 1.0
-"""Minimum steps and seconds of a warm-up window."""
-TOLERANCE = 0.02
-"""Two windows agree if their median steps differ by no more than this share."""
+MIN_WARM_STEPS = 3
+"""Fewest steps of a warm-up by time. Its last one compiles nothing."""
 
 
 class Steps:
@@ -84,7 +82,7 @@ class StepTimer:
         """The end of each step: a time on the CPU, or an event on a GPU."""
         self._warmup: int | None = None
         """Steps of the warm-up, the first step not counted. None while it lasts."""
-        self._settled, self._is_complete = False, False
+        self._is_complete = False
         self._first_s = self._began_s = 0.0
         self._compiled: list[int] = []
         self._compile_s = 0.0
@@ -134,14 +132,15 @@ class StepTimer:
             end_script(is_one_of_several=stated_ranks().world_size > 1)
 
     def _end_warmup(self, now_s: float) -> None:
-        """End the warm-up if the step time is steady, or it was long enough."""
-        timing, step_s = self._timing, self._step_s()
-        self._settled = is_steady([0.0, *step_s])
-        is_over = self._settled or now_s - self._first_s >= min(timing.warmup_s, timing.limit_s / 2)
+        """End the warm-up if it was long enough, and its last step compiled nothing."""
+        timing, steps, past_s = self._timing, len(self._marks) - 1, now_s - self._first_s
         if timing.warmup_steps is not None:
-            is_over = len(step_s) >= timing.warmup_steps
+            is_over = steps >= timing.warmup_steps
+        else:
+            is_ready = steps >= MIN_WARM_STEPS and steps - 1 not in self._compiled
+            is_over = past_s >= timing.warmup_s and (is_ready or past_s >= timing.limit_s / 2)
         if is_over:
-            self._warmup, self._began_s = len(step_s), now_s
+            self._warmup, self._began_s = steps, now_s
 
     def _is_enough(self, now_s: float) -> bool:
         if self._warmup is None:
@@ -175,7 +174,6 @@ class StepTimer:
             steps=len(self._marks),
             step_s=step_s,
             warmup_steps=len(step_s) if self._warmup is None else self._warmup,
-            settled=self._settled,
             is_complete=self._is_complete,
             compiled=[index for index in self._compiled if index >= 0],
             compile_s=self._compile_s or None,
@@ -219,32 +217,3 @@ def end_script(*, is_one_of_several: bool) -> None:
     with suppress(Exception):
         sys.stdout.flush()
     raise SystemExit(0)
-
-
-def is_steady(step_s: Sequence[float]) -> bool:
-    """Return whether the step time is steady, so that the warm-up is over.
-
-    The first step never counts: it compiles, allocates and opens files. After it, the medians of
-    the last window and of the one before it must agree within 2%. A window is the shortest run of
-    at least eight steps and at least a second, so that neither a few quick steps nor a process that
-    is still getting faster counts as steady.
-    """
-    last = window_ending(step_s, len(step_s))
-    before = window_ending(step_s, len(step_s) - len(last)) if last else ()
-    if not before:
-        return False
-    median = statistics.median(last)
-    return abs(statistics.median(before) - median) <= TOLERANCE * median
-
-
-def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
-    """Return the window of steps before `end`, without the first step.
-
-    It is empty when there are too few steps, or they are too short.
-    """
-    seconds = 0.0
-    for start in range(end - 1, 0, -1):
-        seconds += step_s[start]
-        if end - start >= WINDOW_STEPS and seconds >= WINDOW_S:
-            return step_s[start:end]
-    return ()

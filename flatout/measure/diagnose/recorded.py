@@ -168,14 +168,13 @@ def _speedups(events: Sequence[JsonObject]) -> tuple[tuple[str, ...] | None, str
     Then compiling failed. The first is None where the files do not tell.
     """
     states: dict[str, bool] = {}
-    reason, tried = None, set[str]()
+    reason = None
     for event in events:
         name, is_on = str(event.get("name")), bool(event.get("on"))
         if event["event"] in STARTS:  # another process decides again
-            reason, tried = None, set()
+            states, reason = {}, None
         elif event["event"] == "speedup":
-            if name in tried and not is_on:
+            if states.get(name) and not is_on:
                 reason = reason or str(event.get("reason"))
             states[name] = is_on
-            tried |= {name} if is_on else set()
     return tuple(name for name, is_on in states.items() if is_on) if states else None, reason

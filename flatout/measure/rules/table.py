@@ -383,13 +383,6 @@ ROWS = [
         unless="growing-memory",
     ),
     row(
-        "no-validation",
-        "Evaluations are set, and the dataset has no text for them.",
-        lambda e: e.val_tokens == 0 and e.setting("train.eval_every") and "warns",
-        "train.eval_every is set, and the dataset has no text for validation.",
-        'Prepare it again with --split "tail 0.1".',
-    ),
-    row(
         "out-of-memory",
         "The run ran out of memory.",
         lambda e: e.failed("out-of-memory", "killed") and "fails",

@@ -29,6 +29,8 @@ makes for flatout's own runs, as variables, since they come before a script's fi
 GONE = {
     "deferred-item": "Read values in every tenth step, or one step late: keep `loss.detach()"
     '.to("cpu", non_blocking=True)` and read it after the next step.',
+    "compile-each-block": "Call compile() of each block in the script, or try --with compile.",
+    "zero-grad-none": "Call zero_grad() without set_to_none=False in the script.",
     "prefetch": "Set prefetch_factor in the script's own DataLoader.",
 }
 """Changes of earlier versions, and what to do instead."""
@@ -142,11 +144,6 @@ CHANGES = {
         },
         FP32,
     ),
-    "zero-grad-none": Change(
-        "zero_grad frees the gradients instead of filling them with zeros",
-        Edit(at="zero-grad", keywords={"set_to_none": "True"}),
-        calls("zero-grad"),
-    ),
     "tf32": Change(
         "fp32 matmuls use TF32",
         Edit(lines=('{torch}.set_float32_matmul_precision("high")',)),
@@ -214,21 +211,6 @@ CHANGES = {
         "the model is compiled",
         Edit(lines=("{model}.compile()",)),
         lambda e: {"The model is compiled already.": e.compiled},
-        FP32,
-    ),
-    "compile-each-block": Change(
-        "each repeated block of the model is compiled, which takes less time",
-        Edit(
-            lines=(
-                "for module in {model}.modules():",
-                "    if isinstance(module, {torch}.nn.ModuleList):",
-                "        for block in module:",
-                "            block.compile()",
-            ),
-        ),
-        lambda e: {
-            "The model is compiled already.": e.compiled,
-        },
         FP32,
     ),
     "malloc": Change(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import io
-import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -137,12 +136,10 @@ def _read(path: Path, root: Path) -> _Source | str:
         return f"the file is not in {root}"
     try:
         data = path.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        if data.isascii() or encoding == "utf-8":
-            return _Source(path, data)
+        data.decode()
+        return _Source(path, data)
     except (OSError, SyntaxError, ValueError) as error:
-        return f"the file cannot be read ({error})"
-    return f"the file is in {encoding}, but a patch is in UTF-8"
+        return f"the file cannot be read as UTF-8 ({error})"
 
 
 class _Source:

@@ -49,8 +49,6 @@ TRIAL_SHARE = 0.025
 """Share of the time that those fewer steps may take."""
 WARM_STEPS = 4
 """First steps of a trial, which are not timed: a third of the others, and at most these."""
-INSTEAD = {"compile-each-block": "compile"}
-"""Changes that are only tried where a different one fails or is not tried."""
 UNCHANGED = Setting()
 
 
@@ -156,14 +154,8 @@ def search_of(race: Race, evidence: Evidence, only: Sequence[str]) -> Search:
     reasons = {name: one.why_not(evidence) for name, one in CHANGES.items()}
     names = list(only) or [name for name, why in reasons.items() if why is None]
 
-    def why_not(after: Setting) -> str | None:
-        for other in (INSTEAD[name] for name in after.on & INSTEAD.keys()):
-            if other in names and race.results(Setting(frozenset({other}))):
-                return f"{other} could be measured."
-        return None
-
     moves = [Move(name, frozenset({name}), does=CHANGES[name].does) for name in names]
-    search = Search(race, UNCHANGED, moves, why_not, "the unchanged script")
+    search = Search(race, UNCHANGED, moves, start_name="the unchanged script", proves_alone=False)
     for name, why in reasons.items():
         if why and name not in names:
             search.leave(name, why)

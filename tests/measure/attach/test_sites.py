@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.anomaly_mode import detect_anomaly, set_detect_anomaly
 from torch.utils.data import DataLoader
 
@@ -24,8 +23,6 @@ from flatout.measure.trial import run_command
 
 WATCHED = (
     (torch.optim.Optimizer, "__init__"),
-    (torch.optim.Optimizer, "zero_grad"),
-    (nn.Module, "zero_grad"),
     (DataLoader, "__init__"),
     (gc, "collect"),
     (torch.cuda, "empty_cache"),
@@ -99,9 +96,7 @@ def test_calls_are_found_once_with_their_positions(run):
         ("threads", "set_num_threads", b"th.set_num_threads(th.get_num_threads())"),
         ("optimizer", "AdamW", b"Adam(\n    model.parameters(),\n    lr=1e-3)"),
         ("loader", "DataLoader", b"DataLoader(data, batch_size=2)"),
-        ("zero-grad", "zero_grad", b"optimizer.zero_grad(set_to_none=False)"),
         ("gc-collect", "collect", b"gc.collect(0)"),
-        ("zero-grad", "zero_grad", b"zero_grad(False)"),
         ("empty-cache", "empty_cache", b"th.cuda.empty_cache()"),
     ]
     optimizer = sites[1]
@@ -109,14 +104,12 @@ def test_calls_are_found_once_with_their_positions(run):
     assert all(site.is_direct for site in sites)
     assert {"lr", "fused", "foreach"} <= {*optimizer.parameters}
     assert sites[2].parameters[5] == "num_workers"
-    assert sites[3].parameters == ("set_to_none",)
 
 
 def test_the_sites_of_a_script_can_be_patched(run, tmp_path):
     sites, _ = run(SCRIPT, "model")
     edits = {
         "fused": Edit(at="optimizer", keywords={"fused": "True"}),
-        "none": Edit(at="zero-grad", keywords={"set_to_none": "True"}),
         "gc": Edit(at="gc-collect", remove=True),
         "cache": Edit(at="empty-cache", remove=True),
         "data": Edit(at="loader", keywords={"num_workers": "2"}),
@@ -128,12 +121,8 @@ def test_the_sites_of_a_script_can_be_patched(run, tmp_path):
         "    lr=1e-3)",
         "    lr=1e-3, fused=True)",
         "    for (x,) in DataLoader(data, batch_size=2):",
-        "        optimizer.zero_grad(set_to_none=False)",
         "    for (x,) in DataLoader(data, batch_size=2, num_workers=2):",
-        "        optimizer.zero_grad(set_to_none=True)",
         "    gc.collect(0)",
-        "    .zero_grad(False))",
-        "    .zero_grad(True))",
         "th.cuda.empty_cache()",
     ]
 

@@ -102,7 +102,6 @@ cpu:
   memory-leak: {growth_bytes: 1048576}
   growing-memory: {kept_graphs: 1.0, kept_by: total, growth_bytes: 1048576}
   length: {epochs: 400.0}
-  no-validation: {val_tokens: 0}
   out-of-memory: {failure: {kind: out-of-memory, message: It fails.}}
   padding: {padding: 0.6, site: padding}
   recompiles: {compile_s: 0.05, recompiles: 0.5, recompile_reason: size mismatch}

@@ -70,12 +70,11 @@ def main():
                     "workers": loader.num_workers, "persistent": loader.persistent_workers,
                     "threads": torch.get_num_threads(), "anomaly": torch.is_anomaly_enabled(),
                     "collected": collected, "thresholds": gc.get_threshold(),
-                    "grad": net.conv.weight.grad is None, "fused": optimizer.defaults["fused"],
+                    "fused": optimizer.defaults["fused"],
                     "last": net.conv.weight.is_contiguous(memory_format=torch.channels_last),
                     "inside": str(net.saw), "out": str(out.dtype), "losses": losses,
                     "nested": str(nested.dtype),
                     "same": torch.equal(copied.conv.weight, net.conv.weight),
-                    "compiled": [m._compiled_call_impl is not None for m in net.blocks],
                     "random": random.random(),
                     "tf32": torch.get_float32_matmul_precision(),
                     "benchmark": torch.backends.cudnn.benchmark,
@@ -87,7 +86,7 @@ if __name__ == "__main__":
 """
 ON_A_CPU = (
     *("data-workers", "no-anomaly", "no-gc-collect", "gc-thresholds", "threads"),
-    *("zero-grad-none", "channels-last", "fused-optimizer", "tf32", "cudnn-benchmark"),
+    *("channels-last", "fused-optimizer", "tf32", "cudnn-benchmark"),
 )
 
 
@@ -127,7 +126,6 @@ def test_a_trial_keeps_steps_and_losses_and_ends_the_script(plain):
     assert found["anomaly"]
     assert found["threads"] == 1
     assert found["collected"]
-    assert not found["grad"]
     assert found["inside"] == "torch.float32"
     assert answer.peak_gib > 0
 
@@ -138,7 +136,6 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
     assert not found["anomaly"]
     assert found["collected"] == []
     assert found["thresholds"] == [100_000, 50, 100]
-    assert found["grad"]
     assert found["fused"]
     assert found["last"]
     assert found["same"]
@@ -148,11 +145,10 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
     assert answer.losses[epoch] == pytest.approx(plain[1].losses[epoch], rel=1e-4)
 
 
-def test_bf16_is_confined_to_the_forward_pass_and_blocks_are_compiled(effects, plain):
-    found, answer = effects(("bf16", "compile-each-block"), seed_offset=0)
+def test_bf16_is_confined_to_the_forward_pass_of_a_compiled_model(effects, plain):
+    found, answer = effects(("bf16", "compile"), seed_offset=0)
     assert found["inside"] == "torch.bfloat16"
     assert found["out"] == found["nested"] == "torch.float32"
-    assert found["compiled"] == [True] * 4
     assert found["same"]
     assert answer.losses != plain[1].losses
     assert answer.losses == pytest.approx(plain[1].losses, rel=5e-2)

@@ -26,7 +26,6 @@ KINDS = {
     "DataLoader": "loader",
     "collect": "gc-collect",
     "empty_cache": "empty-cache",
-    "zero_grad": "zero-grad",
     "set_detect_anomaly": "anomaly",
     "train": "optimizer",
 }
@@ -42,7 +41,6 @@ PARAMETERS = {
         "collate_fn",
         "pin_memory",
     ),
-    "zero_grad": ("set_to_none",),
     "set_detect_anomaly": ("mode", "check_nan"),
 }
 
@@ -160,8 +158,6 @@ def test_an_argument_by_position_is_replaced(patched):
     mode = Edit(at="anomaly", keywords={"mode": "False"})
     result, _ = patched("with set_detect_anomaly(True):\n    x()\n", mode)
     assert result == "with set_detect_anomaly(False):\n    x()\n"
-    result, _ = patched("o.zero_grad()\n", Edit(at="zero-grad", keywords={"set_to_none": "True"}))
-    assert result == "o.zero_grad(set_to_none=True)\n"
 
 
 LINES = [
@@ -253,8 +249,7 @@ BY_HAND = [
     ("for x in AdamW(p):\n    y()\n", COMPILE, "no place for a separate line"),
     ("if x:\n    y()\nelif trainer.train():\n    y()\n", COMPILE, "valid Python"),
     ("x()\n", FAST, "no line"),
-    ("# coding: latin-1\no = AdamW('ä')\n".encode("latin-1"), FUSED, "iso-8859-1"),
-    ("\ufeffo = AdamW(p)\n", FUSED, "utf-8-sig"),
+    ("# coding: latin-1\no = AdamW('ä')\n".encode("latin-1"), FUSED, "as UTF-8"),
 ]
 
 

@@ -182,13 +182,6 @@ def test_losses_are_judged_by_the_noise_of_the_unchanged_script(tuned, script, i
     assert ("compile" in tuned(script).taken) is is_taken
 
 
-def test_blocks_are_compiled_only_where_the_model_cannot_be(tuned):
-    both = {"compile": 1.5, "compile-each-block": 2}
-    assert "compile-each-block" not in rows_of(tuned(Script(speed=both)))
-    script = Script(speed=both, broken=("compile",), patched=("compile-each-block",))
-    assert tuned(script).taken == ["compile-each-block"]
-
-
 @pytest.mark.parametrize("trial_s", [5.0, 10.0, 25.0])
 @pytest.mark.parametrize("minutes", [1, 2, 4, 6])
 def test_the_time_is_kept_and_the_first_changes_are_measured_in_its_first_half(
