@@ -10,8 +10,8 @@
 Each step answers one question (`--list` prints them) in a separate process. OUT/results.jsonl
 gets a line per step as it ends, OUT/output.txt all that the steps printed, full tracebacks too, and
 OUT/table.md a table of the results beside what was predicted: the ranges in gpu_steps.yaml, which
-are for an H200 and are scaled by the rate of a bf16 matmul on other GPUs, and what `train` predicts
-for itself. A step with a line is not run again, unless `--again` names it or the time was up.
+are for an H200 and are scaled by the rate of a bf16 matmul on other GPUs. A step with a line is not
+run again, unless `--again` names it or the time was up.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ LEAST_FALL = 0.01
 """The loss must end this share below that of a uniform guess to show that the model trains."""
 VOCABULARY, TINY_VOCABULARY = 50_257, 512
 STEPS, TINY_STEPS = 48, 12
-OWN = ("tokens_per_s", "peak_gib")
-"""Results that `train` predicts for itself."""
 LONG_VALUE = 40_000
 """Characters of JSON from which a field of a result is left to the log."""
 TINY = (
@@ -312,8 +310,7 @@ def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         found["times"] = found["tokens_per_s"] / theirs
     roofline = figures_of(rows, "environment").get("matmul_tflops") or H200_TFLOPS
     scale = {"tokens_per_s": roofline / H200_TFLOPS}
-    own = found.get("predicted") or {}
-    spans = {f"{key}, by train": (own[key],) * 2 for key in OWN if own.get(key)}
+    spans = {}
     for key, span in step.expected.items():
         spans[key] = tuple(figure * scale.get(key, 1.0) for figure in span)
     off_by = {}

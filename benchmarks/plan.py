@@ -29,9 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from training_runs import built
 
 from flatout import Dataset, load_config
-from flatout.assembly.memory import estimate
-from flatout.assembly.prediction import MemoryEstimate
-from flatout.assembly.resolve import workload_of
+from flatout.assembly.memory import MemoryEstimate, estimate, workload_of
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
 from flatout.training.step import train_step
@@ -150,21 +148,23 @@ def peak_bytes(recorded: profile) -> int:
 
 
 def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict[str, Any]:
-    """Train twice with a cache of its own; return the predicted and the measured time."""
+    """Train, plan and train again with a cache of its own; return both times of the second."""
     folder.mkdir()
     (folder / "default.yaml").write_text("{}\n")
 
+    home = {**os.environ, "HOME": str(folder)}
+
     def train(name: str, steps: int) -> dict[str, Any]:
         words = [*case.config(data), "log.every=10", f"train.steps={steps}"]
-        home = {**os.environ, "HOME": str(folder)}
         recipe = folder / "default.yaml"
         return flatout("train", recipe, *words, "--run-dir", folder / name, env=home)
 
     first = train("first", SHORT_STEPS)
     tokens_per_step = first["tokens"] / SHORT_STEPS
     steps = int(min(max(seconds * first["tokens_per_s"] / tokens_per_step, 60), 20_000))
+    words = [*case.config(data), f"train.steps={steps}"]
+    predicted = flatout("plan", folder / "default.yaml", *words, env=home)
     second = train("second", steps)
-    predicted = second["predicted"]
     return {
         "steps": steps,
         "predicted_s": predicted["wall_s"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from flatout.assembly.memory import parts_of, storage_id
+from flatout.assembly.memory import storage_id, tensors_in
 
 
 def kept_bytes(run, *, apart_from):
@@ -13,7 +13,7 @@ def kept_bytes(run, *, apart_from):
     Each storage counts once; those of `apart_from` (parameters, a block's input) do not count.
     """
     storages = {}
-    known = {storage_id(part) for part in parts_of(apart_from)}
+    known = {storage_id(part) for part in tensors_in(apart_from)}
 
     def keep(tensor):
         if storage_id(tensor) not in known:

@@ -152,9 +152,8 @@ def test_the_new_kernel_matches_the_reference(folder):
     program = """
 import torch
 from flatout.ops.cross_entropy import reference
-from flatout.assembly.recipe import Recipe
-from flatout.config.registry import SPEEDUPS
-kernel = Recipe().with_speedup(SPEEDUPS.get("row-by-row-loss")).cross_entropy
+from flatout.assembly.choices import assemble
+kernel = assemble(["row-by-row-loss"]).cross_entropy
 results = []
 for function in (reference, kernel):
     torch.manual_seed(0)

@@ -1,1 +1,1 @@
-"""Turn a config into a run: recipe slots, choice of speedups, memory, checks before the start."""
+"""Turn a config into a run: parts, choice of speedups, memory, checks before the start."""

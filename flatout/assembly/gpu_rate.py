@@ -1,7 +1,5 @@
 """Predicts the time of a step on GPUs: matmuls, attention, memory traffic, communication.
 
-It needs torch only when it is called.
-
 The constants fit 121 published runs of 8 to 2,048 A100 and H100 (benchmarks/published.py).
 
 Letters: L layers, D width.
@@ -15,6 +13,8 @@ from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.hardware.machine import Machine, MachineRow
+from flatout.models.language_model import model_of
+from flatout.ops import Ops
 
 MATMUL_SHARE = {8: 0.65, 9: 0.5}
 """Share of the peak that matmuls reach, by major compute capability. Others use the newest."""
@@ -22,7 +22,7 @@ ATTENTION_SHARE = 0.5
 """Rate of attention as a share of that of matmuls."""
 MOVED_BYTES = {True: 100, False: 300}
 """Bytes that other operations move per token, layer and component of the width, compiled or not."""
-RECOMPUTED = {"checkpointing": 1 / 3, "half-checkpointing": 1 / 6, "selective-checkpointing": 0.12}
+RECOMPUTED = {"checkpointing": 1 / 3, "selective-checkpointing": 0.12}
 """Work that is repeated in backward, as a share of the rest, by speedup."""
 INSIDE_SHARE, BETWEEN_SHARE = 0.8, 0.8
 """Share of a link's rate that collectives reach."""
@@ -79,9 +79,6 @@ def gpu_time(
     speedups: Collection[str],
 ) -> GpuTime:
     """Return the time of a step of a resolved configuration. `peak_flops` are those of one GPU."""
-    from flatout.models.language_model import model_of
-    from flatout.ops import Ops
-
     model_class, model_config = model_of(config)
     model: Any = model_class.on_meta(model_config, Ops.plain())
     seq_len, parallel = config.data.seq_len, config.parallel

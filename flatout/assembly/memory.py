@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -24,30 +25,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-from flatout.assembly.prediction import (
-    CUDA_CONTEXT,
-    CUDA_RESERVED,
-    GIB,
-    MemoryEstimate,
-    MemoryPrediction,
-    Moment,
-    PastRun,
-    predict_memory,
-)
-from flatout.assembly.recipe import divisors
+from flatout.assembly.choices import parts_of
+from flatout.assembly.parts import Parts, drop_gradients
 from flatout.config.registry import OPTIMIZERS
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
-from flatout.display import memory_size
-from flatout.distributed.mesh import Mesh
 from flatout.distributed.tensor import Split
-from flatout.errors import FlatoutError, HardwareError
-from flatout.hardware.machine import Machine, machine_rows
-from flatout.models.language_model import LanguageModel, LanguageModelConfig
+from flatout.hardware.machine import GIB, Machine
+from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
 from flatout.models.lora import with_adapters
-from flatout.ops import Ops
+from flatout.models.transformer import Transformer
+from flatout.ops import STAND_FOR_GPU, Ops
+from flatout.optim.adamw import per_parameter
 from flatout.optim.groups import (
     AdamWSettings,
     LightOptimizer,
@@ -55,23 +45,69 @@ from flatout.optim.groups import (
     ParameterGroup,
 )
 
+CUDA_CONTEXT = GIB // 2
+"""Assumed memory of the CUDA context and the libraries' workspaces, which depends on the GPU."""
+CUDA_RESERVED = 1.1
+"""Assumed ratio of what torch's allocator reserves to what is allocated."""
 USED_MEMORY = 0.8
 """Share of the memory that a micro-batch may fill, by estimate."""
 PER_PARAMETER = 4
 """Assumed operations of the optimizer's step per trained tensor."""
-FIRST_STEP = 64
-"""The second number of rows that is tried: with few, the optimizer's step may need the most."""
-MOST_ROWS = 2**20
-"""Upper bound of the search for the most rows."""
 PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of the settings by which blocks differ."""
-COUNTS = tuple(2**power for power in range(11))
-"""Numbers of GPUs that are suggested."""
 
 
-def two_in_fp32(num_weights: int) -> int:
-    """Return the bytes of AdamW's two moments for a tensor with this many weights."""
-    return 8 * num_weights
+@dataclass(frozen=True)
+class Moment:
+    """What exists at one moment of a step, besides the weights and the optimizer state."""
+
+    name: str
+    gradients: int
+    activations: int
+    """Tensors kept for backward, with the tokens."""
+    transient: int
+    """Everything else: what the pass that is running needs for itself."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all bytes."""
+        return self.gradients + self.activations + self.transient
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device in a training step, as traced."""
+
+    weights: int
+    """Parameters and buffers of this process."""
+    gradients: int
+    """One gradient per trained parameter of this process."""
+    optimizer: int
+    """Optimizer state."""
+    activations: int
+    """Tensors that embedding and blocks keep for backward, with low-precision copies of weights."""
+    logits: int
+    """Peak of final norm, head and loss, including the logits' gradient."""
+    workspace: int
+    """Excess of one block's backward over `logits`, and gathered weights if sharded."""
+    peak: Moment
+    """The moment of the step at which most memory exists. Parts do not all exist at once."""
+    largest: int
+    """The largest tensor that a micro-batch creates."""
+    operations: int
+    """Operations that an eager step starts, without views. The optimizer's are assumed."""
+    host: int = 0
+    """Weights, gradients and optimizer state of this process in host memory."""
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of weights and optimizer state, which exist throughout."""
+        return self.weights + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return self.fixed + self.peak.total
 
 
 @dataclass(frozen=True)
@@ -88,12 +124,10 @@ class Workload:
     """Number of weights of a tensor -> bytes that AdamW keeps for it."""
     num_shards: int
     """Processes over which weights, gradients and optimizer state are sharded."""
-    whole_gradients: bool
-    """Whether each process keeps unsharded gradients of sharded weights between micro-batches."""
     gathers: torch.dtype | None
     """Dtype in which sharded blocks are gathered if it differs from the weights'."""
-    transforms: tuple[Callable[[LanguageModel, Mesh | None], LanguageModel], ...]
-    """Transforms that change what the model keeps: (model, mesh) -> model."""
+    activations: Callable[[LanguageModel], object] | None
+    """Changes what the layers of a model keep for backward."""
     document_mask: bool
     """Whether attention gets document ids, from which it may build a mask in every block."""
     gradients_stay: bool
@@ -118,11 +152,55 @@ class Workload:
     """Whether shards are in host memory."""
 
 
+def workload_of(config: RunConfig, parts: Parts | None = None) -> Workload:
+    """Return the workload of a resolved configuration, from which its memory is estimated.
+
+    `parts` replace those of its speedups.
+    """
+    (model_class, model_config), parallel = model_of(config), config.parallel
+    parts, on_gpu = parts or parts_of(config), config.train.device.startswith("cuda")
+    return Workload(
+        model_class,
+        model_config,
+        config.data.seq_len // parallel.context,
+        parts.ops(),
+        parts.precision.dtype(),
+        moments=parts.moments,
+        num_shards=parallel.shard,
+        tensor=parallel.tensor,
+        gathers=gather_dtype(model_class, parts) if parallel.is_sharded else None,
+        activations=parts.activations,
+        document_mask=config.data.document_mask,
+        gradients_stay=parts.zero_grad is not drop_gradients
+        or parallel.replicate not in (1, "auto"),
+        optim=config.optim,
+        lora=config.lora,
+        newton_schulz=parts.newton_schulz,
+        adamw_copies=3 if parts.optimizer is per_parameter else 0,
+        on_gpu=on_gpu,
+        is_sharded=parallel.is_sharded,
+        reshard=parallel.reshard,
+        offloads=parallel.offload == "cpu" and on_gpu,
+    )
+
+
+def gather_dtype(model_class: type[LanguageModel], parts: Parts) -> torch.dtype | None:
+    """Return the dtype in which sharded weights of the blocks are gathered. None keeps their own.
+
+    Matmuls under autocast round their weights to bfloat16 anyway, so for them the rounding only
+    happens earlier, at half the traffic. The gains of norms, which autocast leaves in fp32, are
+    rounded too. Gradients are summed in fp32. Other models may need fp32: the eigenvalues of
+    `eigenstate` are close to 1, where bfloat16 values are 1/256 apart.
+    """
+    is_narrow = issubclass(model_class, Transformer) and parts.precision.autocast == "bfloat16"
+    return torch.bfloat16 if is_narrow else None
+
+
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
     """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
     shards, exist = workload.num_shards, workload.gradients_stay or accumulate > 1
     is_sharded = workload.is_sharded or shards > 1
-    whole = replace(workload, num_shards=1, whole_gradients=False, gathers=None)
+    whole = replace(workload, num_shards=1, gathers=None)
     traced = gathered = _trace(whole, rows, exist)
     model, embedding, head = traced.model, traced.embedding, traced.head
 
@@ -142,10 +220,9 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )
-    gradients = bytes_of(trained) if workload.whole_gradients else own_bytes(trained)
+    gradients = own_bytes(trained)
     if is_sharded:
-        narrow = replace(whole, gathers=workload.gathers)
-        gathered = _trace(narrow, rows, workload.whole_gradients)
+        gathered = _trace(replace(whole, gathers=workload.gathers), rows, False)
     logits = max(head.forward, head.backward)
     in_block = max((part.backward - part.kept for part in gathered.blocks), default=0)
     workspace = max(in_block - logits, 0)
@@ -239,9 +316,7 @@ def _sharded(
     between their passes. The gradients of a block exist whole, and in fp32 to be summed.
     """
     model: Any = traced.model
-    sums = 0 if gradients or workload.whole_gradients or workload.offloads else 4
-    if workload.whole_gradients:
-        gradients = bytes_of(_trained(model))
+    sums = 0 if gradients or workload.offloads else 4
     blocks = [list(block.parameters()) for block in model.blocks]
     sizes = [bytes_of(block) for block in blocks]
     embedding = model.token_embedding.weight.nbytes
@@ -283,7 +358,7 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
     dtype = workload.autocast
     precision = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
     mode, model = _without_values(workload)
-    with mode:
+    with mode, _standing_for_gpu(workload.on_gpu):
         largest = max((each.numel() for each in _trained(model)), default=0)
         step = 4 * workload.adamw_copies * largest  # AdamW's need is stated
         if workload.optim.kind != "adamw":
@@ -345,6 +420,15 @@ def _kind_of(block: nn.Module) -> tuple[object, ...]:
     )
 
 
+@contextmanager
+def _standing_for_gpu(on_gpu: bool) -> Iterator[None]:
+    before = STAND_FOR_GPU.set(on_gpu)
+    try:
+        yield
+    finally:
+        STAND_FOR_GPU.reset(before)
+
+
 class _Shapes(Split):
     """Gives tensors the shapes that they have on each of several ranks."""
 
@@ -361,7 +445,6 @@ class _Shapes(Split):
 def _without_values(workload: Workload) -> tuple[FakeTensorMode, LanguageModel]:
     """Return a mode in which all tensors are without storage, and the model made in it."""
     with FakeTensorMode() as mode:
-        mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
         model = with_adapters(model, workload.lora)
         if workload.tensor > 1:
@@ -376,8 +459,8 @@ def _without_values(workload: Workload) -> tuple[FakeTensorMode, LanguageModel]:
                 for name, own in list(module.named_parameters(recurse=False)):
                     narrow = nn.Parameter(own.detach().to(workload.gathers), own.requires_grad)
                     setattr(module, name, narrow)
-        for transform in workload.transforms:
-            model = transform(model, None)
+        if workload.activations is not None:
+            workload.activations(model)
     return mode, model
 
 
@@ -456,8 +539,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage_id(part) for part in parts_of((args, kwargs))}
-        made = [part for part in parts_of(result) if storage_id(part) not in given]
+        given = {storage_id(part) for part in tensors_in((args, kwargs))}
+        made = [part for part in tensors_in(result) if storage_id(part) not in given]
         self.operations += bool(made) or func._schema.is_mutable
         for part in made:
             self._add(part.untyped_storage())
@@ -487,7 +570,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum({storage_id(each): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-def parts_of(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested `values`. For a wrapper subclass, the tensors inside it."""
     for value in tree_leaves(values):
         if is_traceable_wrapper_subclass(value):
@@ -543,129 +626,3 @@ def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
     if capacity is None or capacity.name != "GPU":
         return int(machine.memory_gib / local_world_size * GIB)
     return capacity.free
-
-
-def require_fitting(
-    config: RunConfig, workload: Workload, memory: MemoryPrediction, capacity: Capacity
-) -> str | None:
-    """Return a warning when a micro-batch fits only by swapping or by luck, else None.
-
-    Raises: HardwareError with the largest micro-batch that fits, when this one certainly does not.
-    """
-    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
-    # A compiled model needs less than its estimate, by an unknown amount.
-    expected = memory.least if memory.error is None else memory.total
-    impossible = memory.least > capacity.whole
-    if not impossible and expected <= capacity.free:
-        return None
-    limit = capacity.whole if impossible else capacity.free
-    need = f"batch.rows_per_device={rows} needs about {memory_size(memory.total)}"
-    fewer = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * limit), rows - 1)
-    fix = f"Set {rows_advice(fewer, rows * accumulate)}" if fewer else ""
-    if not fix and (impossible or memory.on_gpu):
-        machine = smallest_machine(workload)
-        larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
-        fix = "Not even one sequence fits: shorten data.seq_len or choose a smaller model"
-        fix += f"{larger if machine else ''}."
-    if impossible:
-        raise HardwareError(
-            f"{need}, but this {capacity.name} has {memory_size(capacity.whole)}.", fix=fix
-        )
-    risk = (
-        "it may run out of memory"
-        if memory.on_gpu
-        else "it will be much slower if the system swaps"
-    )
-    free = memory_size(capacity.free)
-    return f"{need}, but {free} of this {capacity.name} are free: {risk}. {fix}".rstrip()
-
-
-def rows_advice(rows: int, rows_per_rank: int) -> str:
-    """Return the settings for micro-batches of `rows`, as the end of a sentence."""
-    return (
-        f"batch.rows_per_device={rows} batch.accumulate={rows_per_rank // rows}: "
-        "the tokens per step stay the same."
-    )
-
-
-def smaller_batch(
-    workload: Workload, rows_per_rank: int, available: int, at_most: int
-) -> int | None:
-    """Return the most rows, up to `at_most`, that fit and divide a rank's step, or None.
-
-    Rows that divide the step keep its number of tokens.
-    """
-    return next(divisors(rows_per_rank, min(most_rows(workload, available), at_most)), None)
-
-
-def most_rows(workload: Workload, available: int) -> int:
-    """Return the most rows with which a step of two micro-batches needs at most `available` bytes.
-
-    0 when not even one row fits.
-    """
-
-    def need(rows: int) -> int:
-        return estimate(workload, rows, accumulate=2).total
-
-    if need(1) > available:
-        return 0
-    fits, step, too_many = 1, FIRST_STEP, MOST_ROWS
-    while too_many - fits > 1:
-        # The need grows almost in proportion, so guesses from its slope are nearly right.
-        middle = min(fits + step, too_many - 1)
-        per_row = max((need(middle) - need(fits)) // (middle - fits), 1)
-        if need(middle) <= available:
-            fits = middle
-        else:
-            too_many = middle
-        step = max((available - need(fits)) // per_row, 1)
-    return fits
-
-
-def smallest_machine(workload: Workload) -> str | None:
-    """Return the smallest known machine that can train with one row per device, as `8x h100-sxm`.
-
-    The number of GPUs comes first, then their memory. More than one GPU means a sharded model.
-    """
-    rows = sorted(machine_rows(), key=lambda row: row.memory_gb.value)
-    for count in COUNTS:
-        sharded = replace(workload, num_shards=count, on_gpu=True)
-        need = estimate(sharded, 1, 2).total * CUDA_RESERVED + CUDA_CONTEXT  # rows that accumulate
-        for row in rows:
-            if need <= row.memory_gb.value * 1e9:
-                how = f" with parallel.shard={count}" if count > 1 else ""
-                return f"{count}x {row.name}{how}"
-    return None
-
-
-def trace_memory(
-    this: PastRun,
-    workload: Workload,
-    *,
-    context: int = 0,
-) -> tuple[MemoryPrediction | None, str | None]:
-    """Return the peak memory of one rank of `this`, or why it cannot be predicted."""
-    try:
-        found = estimate(workload, this.rows_per_device, this.accumulate)
-    except FlatoutError:
-        raise
-    except Exception as error:  # a custom model may need values, which the trace does not have
-        return None, f"{type(error).__name__}: {error}"
-    return predict_memory(this, found, on_gpu=workload.on_gpu, context=context), None
-
-
-def recompute_blocks(
-    model: LanguageModel, _mesh: Mesh | None = None, **options: Any
-) -> LanguageModel:
-    """Wrap each layer in torch's `checkpoint` with these options. Parameter names do not change."""
-
-    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        # dynamo traces a function that calls `checkpoint`, and no partial of it
-        def call(*inputs: Any, **named: Any) -> Any:
-            return checkpoint(forward, *inputs, use_reentrant=False, **options, **named)
-
-        return call
-
-    for layer in model.layers:
-        layer.forward = recomputed(layer.forward)
-    return model

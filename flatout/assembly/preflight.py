@@ -1,12 +1,10 @@
-"""Checks without torch, whose import takes seconds: names, paths, data, sampling, step sizes."""
+"""Checks without torch, whose import takes seconds: names, paths, data, sampling."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
-from flatout.assembly.recipe import divisors
-from flatout.assembly.selection import parse_request
+from flatout.assembly.choices import parse_request
 from flatout.config.registry import LOGGERS, MODELS, OPTIMIZERS
 from flatout.config.schema import RunConfig
 from flatout.config.sections import UPLOAD_OFF, CheckpointConfig, LogConfig
@@ -14,13 +12,9 @@ from flatout.data.store.mix import AnyDataset, members_of, open_data
 from flatout.errors import ConfigError, DataError, MissingPackage, without_secrets
 from flatout.hardware.machine import Machine, check_device_name, machine_named
 from flatout.optim.schedule import factor
-from flatout.progress import counted
 from flatout.storage.recognised import require_local
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.urls import is_local, is_url, protocol_of
-
-DEFAULT_TOKENS_PER_STEP = 65_536
-"""Tokens per optimizer step if the configuration sets none of the three batch keys."""
 
 
 def check(config: RunConfig) -> None:
@@ -145,87 +139,3 @@ def open_dataset(config: RunConfig) -> AnyDataset:
                 else "Prepare more text.",
             )
     return data
-
-
-def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
-    """Compute tokens_per_step, rows_per_device or accumulate from the other two.
-
-    Raises: ConfigError when they contradict each other or do not divide among the processes.
-    """
-    batch, seq_len = config.batch, config.data.seq_len
-    tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
-    context, per_row = config.parallel.context, config.parallel.per_row
-    if world_size % per_row:
-        key = "context" if context > 1 else "tensor"
-        processes = counted(world_size, "process", "processes")
-        raise ConfigError(
-            f"parallel.{key}={per_row} does not divide {processes}.",
-            fix=f"Set train.devices to a multiple of {per_row}, or remove parallel.{key}.",
-        )
-    if seq_len % per_row:
-        key, unit = ("context", 2 * per_row) if context > 1 else ("tensor", per_row)
-        raise ConfigError(
-            f"data.seq_len={seq_len} cannot be divided among the processes of "
-            f"parallel.{key}={per_row}.",
-            fix=f"Set data.seq_len={-(-seq_len // unit) * unit}.",
-        )
-    dp_size = world_size // per_row
-    row_tokens = seq_len * dp_size
-    unit = row_tokens * (1 if rows == "auto" else rows) * (accumulate or 1)
-    if tokens is None:
-        tokens = unit * (max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) if rows == "auto" else 1)
-    all_stated = accumulate and rows != "auto"
-    if tokens % unit or (all_stated and tokens != unit):
-        nearest = unit * (1 if all_stated else max(round(tokens / unit), 1))
-        parts = f"data.seq_len={seq_len}" + (f" x {dp_size} processes" if dp_size > 1 else "")
-        parts += f" ({per_row} of {world_size} share each row)" if per_row > 1 else ""
-        parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
-        parts += f" x batch.accumulate={accumulate}" if accumulate else ""
-        raise ConfigError(
-            f"batch.tokens_per_step={tokens} does not fit {parts}.",
-            fix=f"Set batch.tokens_per_step={nearest}.",
-        )
-    if rows == "auto" and accumulate is not None:
-        rows = tokens // unit
-    values: dict[str, Any] = {"batch.tokens_per_step": tokens, "batch.rows_per_device": rows}
-    if rows != "auto":
-        values["batch.accumulate"] = tokens // (row_tokens * rows)
-    return config.with_values(values)
-
-
-def sizes_of(config: RunConfig) -> list[int]:
-    """Return the numbers of processes among which the steps of a resolved run can be divided."""
-    parallel, per_row = config.parallel, config.parallel.per_row
-    unit = parallel.shard * parallel.tensor
-    sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
-    groups = (count for count in range(1, sequences + 1) if sequences % count == 0)
-    return [count * per_row for count in groups if count * per_row % unit == 0]
-
-
-def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
-    """Return a resolved configuration for a different number of processes, with the same steps.
-
-    The micro-batch keeps its rows, or shrinks to the most that divide a process's share.
-    Raises: ConfigError when the sequences of a step cannot be divided.
-    """
-    sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
-    parallel, per_row = config.parallel, config.parallel.per_row
-    unit = parallel.shard * parallel.tensor
-    if world_size % unit or world_size % per_row or sequences % (world_size // per_row):
-        keys = ("shard", "tensor", "context")
-        stated = [f"parallel.{key}={getattr(parallel, key)}" for key in keys]
-        sizes = ", ".join(map(str, sizes_of(config)[:8]))
-        raise ConfigError(
-            f"A step of {sequences} sequences cannot be divided among {world_size} processes "
-            f"with {', '.join(stated)}.",
-            fix=f"Start {sizes} processes." if sizes else "Remove these keys.",
-        )
-    share = sequences // (world_size // per_row)
-    rows = next(divisors(share, int(config.batch.rows_per_device)))
-    return config.with_values(
-        {
-            "batch.rows_per_device": rows,
-            "batch.accumulate": share // rows,
-            "parallel.replicate": world_size // unit,
-        }
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.assembly.memory import memory_bytes
-from flatout.assembly.recipe import Readback, Recipe, zero_in_place
+from flatout.assembly.choices import Decision, parse_request, parts_of, speedups_for
+from flatout.assembly.heap import keep_freed_memory
+from flatout.assembly.memory import gather_dtype, memory_bytes
+from flatout.assembly.parts import Parts, Readback, zero_in_place
 from flatout.assembly.resolve import known_peak
-from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.store.mix import AnyDataset
@@ -129,8 +130,8 @@ class Run:
     dataset: AnyDataset
     folder: Path
     decisions: Sequence[Decision]
-    recipe: Recipe
-    """What the speedups made of the run's parts."""
+    parts: Parts
+    """The plain ones, and those of the speedups."""
     core: LanguageModel
     """The unwrapped model, for parameter names, evaluation and sampling."""
     model: nn.Module
@@ -200,11 +201,23 @@ class Run:
     @property
     def arithmetic(self) -> str:
         """Arithmetic of the matmuls: fp32, tf32, bf16 or fp16."""
-        return self.recipe.arithmetic(self.mesh.device.type)
+        return self.parts.arithmetic(self.mesh.device.type)
+
+    def grad_sync(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch, which may be the step's last.
+
+        Copies synchronise their gradients with the last one. A sharded model adds up its shards in
+        each micro-batch, since whole gradients would take the memory that it saves. Its copies
+        synchronise theirs with the last one.
+        """
+        model: Any = self.model
+        if hasattr(model, "set_requires_all_reduce"):
+            model.set_requires_all_reduce(is_last)
+        return nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for calling the model."""
-        return self.recipe.precision.context(self.mesh.device.type)
+        return self.parts.precision.context(self.mesh.device.type)
 
 
 def build(
@@ -222,15 +235,17 @@ def build(
     Weights are initialised with train.seed, identically on every rank. Without `draws` they are
     arbitrary, because a checkpoint replaces them.
     """
-    recipe = recipe_of(config)
-    recipe.allocator()
+    parts = parts_of(config)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     random.seed(config.train.seed)
     np.random.seed(config.train.seed % 2**32)
     torch.manual_seed(config.train.seed)
     set_deterministic(config.train.deterministic)
-    torch.set_float32_matmul_precision(recipe.matmul)
-    core, model = _model(config, recipe, machine, mesh, draws=draws)
-    parts = OptimizerParts(recipe.optimizer, recipe.newton_schulz)
+    torch.set_float32_matmul_precision(parts.matmul)
+    core, model = _model(config, parts, machine, mesh, draws=draws)
+    if model is not core:
+        parts.zero_grad = zero_in_place
     run = Run(
         config=config,
         machine=machine,
@@ -238,18 +253,20 @@ def build(
         dataset=dataset,
         folder=folder,
         decisions=decisions,
-        recipe=recipe if model is core else recipe.with_parts(zero_grad=zero_in_place),
+        parts=parts,
         core=core,
         model=model,
-        optimizers=optimizers_of(config, core, parts),
-        reader=recipe.reader(dataset.tokenizer),
-        readback=recipe.readback(),
-        saver=recipe.state_saver(),
-        scaler=LossScaler(recipe.precision.loss_scale) if recipe.precision.loss_scale else None,
+        optimizers=optimizers_of(
+            config, core, OptimizerParts(parts.optimizer, parts.newton_schulz)
+        ),
+        reader=parts.reader(dataset.tokenizer),
+        readback=parts.readback(),
+        saver=parts.state_saver(),
+        scaler=LossScaler(parts.precision.loss_scale) if parts.precision.loss_scale else None,
         guard=StepGuard(most=config.train.max_bad_steps, model=core, device=mesh.device),
     )
     run.loader = make_loader(run)
-    run.recipe.zero_grad(run.trained())
+    run.parts.zero_grad(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
 
@@ -264,7 +281,7 @@ def set_deterministic(wanted: bool) -> None:
 
 
 def _model(
-    config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh, *, draws: bool
+    config: RunConfig, parts: Parts, machine: Machine, mesh: Mesh, *, draws: bool
 ) -> tuple[LanguageModel, nn.Module]:
     """Return the model, and the module that training calls in its place.
 
@@ -283,24 +300,25 @@ def _model(
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
         )
-    core = with_adapters(new_model(config, recipe.ops()), config.lora)
+    core = with_adapters(new_model(config, parts.ops()), config.lora)
     data = config.data
     mesh.share_rows(core, seq_len=data.seq_len, has_documents=data.document_mask)
     mesh.share_layers(core, seq_len=data.seq_len)
-    model: nn.Module = core
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:
         allocate(core, mesh.device, draws=draws)
-    if "activations" in recipe.filled_by and core.layers[0] is getattr(core, "module", 0):
-        raise ConfigError(
-            f"{recipe.filled_by['activations']} recomputes layers one by one, and "
-            f"{type(core).__name__} has no nn.ModuleList of several modules.",
-            fix=f"Keep its layers in an nn.ModuleList, or remove {recipe.filled_by['activations']} "
-            "from speedups.",
-        )
-    for transform in recipe.transforms():
-        model = transform(model, mesh)
-    model = wrap(model, mesh, gathers=recipe.gather_dtype)
+    if parts.activations is not None:
+        if core.layers[0] is getattr(core, "module", None):
+            name = speedups_for("activations", parse_request(config.speedups).named)[0]
+            raise ConfigError(
+                f"{name} recomputes layers one by one, and {type(core).__name__} has no "
+                "nn.ModuleList of several modules.",
+                fix=f"Keep its layers in an nn.ModuleList, or remove {name} from speedups.",
+            )
+        parts.activations(core)
+    if parts.compilation is not None:
+        parts.compilation(core, mesh)
+    model = wrap(core, mesh, gathers=gather_dtype(model_class, parts))
     if is_sharded:
         allocate(core, mesh.device, draws=draws, weights_device=mesh.weights_device)
     return core, model
@@ -320,4 +338,4 @@ def make_loader(run: Run) -> DirectLoader | PrefetchLoader:
         prefetch=config.data.prefetch,
         device=str(mesh.device),
     )
-    return run.recipe.loader(run.recipe.batching(run.dataset.split("train"), plan, run.reader))
+    return run.parts.loader(run.parts.batching(run.dataset.split("train"), plan, run.reader))

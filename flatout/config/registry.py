@@ -325,7 +325,7 @@ MODELS = Folder(
 )
 OPTIMIZERS = Folder("optim", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("data/sources", "SOURCE", "source", has=("__call__",))
-SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "tolerance"))
+SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("apply", "tolerance"))
 DATASETS = YamlFolder("data/datasets", "dataset")
 MACHINES = YamlTable("hardware/machines.yaml")
 RECIPES = YamlFolder("config/recipes", "recipe")

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from flatout.config.sections import ParallelConfig
 from flatout.errors import (
     ConfigError,
     HardwareError,
@@ -27,7 +26,6 @@ from flatout.errors import (
     Stopped,
 )
 from flatout.hardware.machine import Machine, pick_device
-from flatout.progress import counted
 
 LAUNCHER = "FLATOUT_LAUNCHER"
 """The environment variable with the id of the process that started a rank."""
@@ -91,37 +89,6 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
             fix="Set train.devices=all, or train.device=cpu.",
         )
     return count
-
-
-def replicas(config: ParallelConfig, world_size: int) -> int:
-    """Return the number of copies of the model in `world_size` processes.
-
-    Raises: ConfigError when replicate times shard is not that number, or context is no divisor.
-    """
-    stated = f"parallel.shard={config.shard}"
-    if config.tensor > 1:
-        stated += f" x parallel.tensor={config.tensor}"
-    each = config.shard * config.tensor
-    replicate = max(1, world_size // each)
-    if config.replicate != "auto":
-        replicate = config.replicate
-        stated = f"parallel.replicate={replicate} x {stated}"
-    processes = replicate * each
-    if processes == world_size:
-        among, key = (config.shard, "shard") if config.shard > 1 else (replicate, "replicate")
-        if among % config.context:
-            raise ConfigError(
-                f"parallel.context={config.context} does not divide parallel.{key}={among}: groups "
-                "of that many processes share rows.",
-                fix=f"Set parallel.context to a divisor of {among}, or remove it.",
-            )
-        return replicate
-    raise ConfigError(
-        f"{stated} does not fit {counted(world_size, 'process', 'processes')}.",
-        fix=f"Set train.devices={processes}, start with `torchrun --nproc-per-node {processes} -m "
-        f"flatout ...`, or set parallel.replicate=auto and parallel.shard to a divisor of the "
-        f"{world_size}.",
-    )
 
 
 def program(words: Sequence[str]) -> list[str]:

@@ -21,13 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.config.sections import ParallelConfig
 from flatout.distributed.context import Context
-from flatout.distributed.launch import replicas
+from flatout.distributed.layout import Layout, layout_of
 from flatout.distributed.rendezvous import Ranks, connect_alone, stated_ranks
 from flatout.distributed.tensor import TENSOR, cut, split_of
 from flatout.errors import ConfigError
-
-BESIDE_FORWARD = ("logits",)
-"""Methods besides `forward` that need gathered weights. All processes must call them together."""
 
 BUFFER_SWITCH = (
     "forward_sync_buffers"
@@ -42,19 +39,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Mesh(Ranks):
+class Mesh(Layout, Ranks):
     """The processes of a run, and the position of this one."""
 
-    replicate: int = 1
-    shard: int = 1
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
     """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`. None: none of it."""
     reshard: bool = True
-    tensor: int = 1
     offloads: bool = False
     """Whether weights, gradients and optimizer state are in host memory."""
-    context: int = 1
     context_group: dist.ProcessGroup | None = None
     """The processes that share this one's rows. None means they are its own."""
 
@@ -62,11 +55,6 @@ class Mesh(Ranks):
     def weights_device(self) -> torch.device:
         """Where weights, gradients and optimizer state are between uses."""
         return CPU if self.offloads else self.device
-
-    @property
-    def dp_size(self) -> int:
-        """Processes, or groups of them, with separate rows."""
-        return self.world_size // (self.context * self.tensor)
 
     @property
     def dp_rank(self) -> int:
@@ -133,7 +121,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     Raises: ConfigError when they do not fit the number of processes.
     """
     ranks = ranks or (stated_ranks() if dist.is_initialized() else Ranks())
-    replicate = replicas(config, ranks.world_size)
+    layout = layout_of(config, ranks.world_size)
     own = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
     device_mesh, offloads = None, config.offload == "cpu"
     if offloads and own.type == "mps":
@@ -144,27 +132,22 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     if offloads and ranks.world_size == 1:
         connect_alone(own)
     if config.is_sharded:
-        shape = (replicate, config.shard, config.tensor)
+        shape = (layout.replicate, config.shard, config.tensor)
         names = ("replicate", "shard", TENSOR)
         count = 3 if config.tensor > 1 else 2
         device_mesh = init_device_mesh(own.type, shape[:count], mesh_dim_names=names[:count])
     group = None
     if config.context > 1:
-        rows = init_device_mesh(
+        group = init_device_mesh(
             own.type,
             (ranks.world_size // config.context, config.context),
             mesh_dim_names=("data", "context"),
-        )
-        group = rows.get_group("context")
+        ).get_group("context")
     return Mesh(
-        **asdict(ranks),
+        **asdict(ranks) | asdict(layout),
         reshard=config.reshard,
-        tensor=config.tensor,
         offloads=offloads,
-        context=config.context,
         context_group=group,
-        replicate=replicate,
-        shard=config.shard,
         device=own,
         device_mesh=device_mesh,
     )
@@ -205,12 +188,11 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
         if not tensor.is_meta:  # else every rank will draw the same weights
             dist.broadcast(tensor.detach(), src=0)
     names = ("replicate", "shard") if mesh.replicate > 1 else ("shard",)
-    device_mesh = mesh.device_mesh[names]
-    core: Any = getattr(model, "_orig_mod", model)  # shard the model inside a compiled one
+    core: Any = model
     narrow = MixedPrecisionPolicy(
         param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False
     )
-    shared: dict[str, Any] = {"mesh": device_mesh, "offload_policy": OffloadPolicy()}
+    shared: dict[str, Any] = {"mesh": mesh.device_mesh[names], "offload_policy": OffloadPolicy()}
     if mesh.offloads:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     blocks = {id(block) for block in core.blocks}
@@ -222,9 +204,8 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     if getattr(core, "unembedding", None) is not None:  # a tied embedding is read again at the end
         fully_shard(core.token_embedding, **shared)
     fully_shard(core, **shared)
-    for method in BESIDE_FORWARD:
-        if hasattr(core, method):
-            register_fsdp_forward_method(core, method)
+    if hasattr(core, "logits"):  # it needs gathered weights, so all processes must call it together
+        register_fsdp_forward_method(core, "logits")
     return model
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from flatout.assembly.recipe import Recipe, Speedup
-from flatout.assembly.selection import assemble
+from flatout.assembly.choices import assemble
+from flatout.assembly.parts import Parts
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
@@ -43,7 +43,7 @@ class LoadedRun:
     model: LanguageModel
     tokenizer: Tokenizer
     config: RunConfig
-    recipe: Recipe
+    parts: Parts
     folder: Path
     checkpoint: Path
     progress: Progress = SILENT
@@ -93,14 +93,14 @@ def load_run(
     path = find_checkpoint(folder, checkpoint, progress=progress)
     device, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
-        recipe = assemble(_usable_speedups(config, precision))
-        model = new_model(config, recipe.ops())
+        parts = assemble(_usable_speedups(config, precision))
+        model = new_model(config, parts.ops())
         allocate(model, "cpu", draws=False)
         require_fit(MergedWeights(path), model, folder)
         model.load_state_dict(read_merged(path))
         model.to(device).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path))
-    return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)
+    return LoadedRun(model, tokenizer, config, parts, folder, path, progress)
 
 
 def require_fit(weights: MergedWeights, model: LanguageModel, folder: Path) -> None:
@@ -146,8 +146,8 @@ def load_model(
     seq_len = min(found.keys.get("max_seq_len") or MOST_CONTEXT, MOST_CONTEXT)
     config = RunConfig.model_validate({"model": found.keys, "data": {"seq_len": seq_len}})
     device, _ = pick_device("auto", probe())
-    recipe = Recipe()
-    built = new_model(config, recipe.ops())
+    parts = assemble([])
+    built = new_model(config, parts.ops())
     allocate(built, "cpu", draws=False)
     weights = ForeignWeights(found, built)
     weights.require_fit(shapes_of(built))
@@ -160,7 +160,7 @@ def load_model(
             f"{folder} has no {TOKENIZER}, so its tokens have no text.",
             fix=f"Copy the {TOKENIZER} of the model there.",
         )
-    return LoadedRun(built, load_tokenizer(path), config, recipe, folder, found.path, progress)
+    return LoadedRun(built, load_tokenizer(path), config, parts, folder, found.path, progress)
 
 
 def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[str]:
@@ -168,17 +168,14 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[str]:
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        if ":" not in name and name not in SPEEDUPS.names():  # of a different version
-            continue
-        speedup = SPEEDUPS.get(name)
-        if precision == "fp32" and _lowers_precision(speedup):
-            continue
-        if speedup.reason_against(machine, config) is None:
-            yield name
+        if ":" in name or name in SPEEDUPS.names():  # others are of a different version
+            speedup = SPEEDUPS.get(name)
+            is_narrow = precision == "fp32" and _lowers_precision(name)
+            if not is_narrow and speedup.reason_against(machine, config) is None:
+                yield name
 
 
-def _lowers_precision(speedup: Speedup) -> bool:
+def _lowers_precision(name: str) -> bool:
     """Return whether a speedup sets a precision below fp32, or needs one that does."""
-    return "precision" in speedup.fills or any(
-        _lowers_precision(SPEEDUPS.get(name)) for name in speedup.needs
-    )
+    speedup = SPEEDUPS.get(name)
+    return "precision" in speedup.sets or any(map(_lowers_precision, speedup.needs))

@@ -39,7 +39,7 @@ def score_run(
         _warn_of_template(loaded.folder, member, progress)
     model = loaded.model
     mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
-    precision = loaded.recipe.precision
+    precision = loaded.parts.precision
     evaluator = Evaluator(loaded.config, model, mesh, ShardReader(), precision)
     warn_of_unscored(members, progress)
     found = evaluator.score(members, max_tokens=max_tokens, progress=progress)

@@ -19,11 +19,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from flatout.assembly import prediction
-from flatout.assembly.prediction import hardware_name, past_run, speedups_on
-from flatout.assembly.recipe import divisors
+from flatout.assembly.choices import Gain, providers, speedups_for
+from flatout.assembly.measured import hardware_name, keep, past_run, speedups_on
+from flatout.assembly.parts import divisors
 from flatout.assembly.resolve import flops_per_token
-from flatout.assembly.selection import Gain, providers
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.display import markdown
@@ -35,7 +34,6 @@ from flatout.measure.moves import (
     Point,
     Setting,
     ablation,
-    filling,
     in_order,
     rows_to_try,
     sequences_of,
@@ -311,7 +309,7 @@ def remember(
     if cache is None or hardware is None or not (gains or run):
         return
     try:
-        prediction.keep(hardware, cache, gains or None, run)
+        keep(hardware, cache, gains or None, run)
     except OSError as error:
         progress.say(
             f"Cannot write {cache}: {error.strerror or error}. "
@@ -354,15 +352,15 @@ def _precision(resolved: Resolved) -> Points:
     plain = frozenset(resolved.speedups) - {*precisions()}
     points = {"fp32": Setting(plain)}
     for name in precisions():
-        fills = SPEEDUPS.get(name).fills.keys()
-        others = {one for one in plain if not fills & SPEEDUPS.get(one).fills.keys()}
+        sets = SPEEDUPS.get(name).sets
+        others = {one for one in plain if not sets & SPEEDUPS.get(one).sets}
         points[name] = Setting(frozenset({*others, name}))
     return points
 
 
 def _prefetch(resolved: Resolved) -> Points:
     """Vary the steps that the data loader reads ahead: none, 1, 2, 4 or 8."""
-    loaders = filling("loader")
+    loaders = speedups_for("loader")
     others = Setting(frozenset(resolved.speedups) - {*loaders})
     ahead = Setting(others.on | {*loaders[:1]})
     return {"no prefetch": others} | {
@@ -375,10 +373,10 @@ def _prefetch(resolved: Resolved) -> Points:
 def precisions() -> list[str]:
     """Return the speedups that change the precision of matmuls, grouped by precision."""
     provides = providers()
-    return filling("matmul") + [
+    return speedups_for("matmul") + [
         name
         for precision in dict.fromkeys(provides.values())
-        for name in filling("precision")
+        for name in speedups_for("precision")
         if provides[name] == precision
     ]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from flatout.assembly.recipe import Tolerance
+from flatout.assembly.speedup import Tolerance
 from flatout.display import Show, gib, milliseconds
 from flatout.distributed.spinning import say_if_busy
 from flatout.errors import ConfigError, RunFailed, in_shell

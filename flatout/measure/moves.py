@@ -12,10 +12,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from flatout.assembly.memory import USED_MEMORY, estimate
-from flatout.assembly.recipe import Tolerance, divisors
-from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import all_speedups, assemble, parse_request, speedup_named
+from flatout.assembly.choices import (
+    all_speedups,
+    assemble,
+    parse_request,
+    speedup_named,
+    speedups_for,
+)
+from flatout.assembly.memory import USED_MEMORY, estimate, workload_of
+from flatout.assembly.parts import divisors
+from flatout.assembly.speedup import Tolerance
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
@@ -96,10 +102,10 @@ class SpeedupMove(Move):
     def apply(self, setting: Setting) -> Setting | None:
         """Return the changed setting. None when it would lack something that a speedup needs.
 
-        Speedups that fill a slot of an added one make room for it.
+        Speedups that set a part of an added one make room for it.
         """
-        slots = {slot for name in self.adds for slot in speedup_named(name).fills}
-        rivals = {n for n in setting.on - self.adds if slots & speedup_named(n).fills.keys()}
+        sets = {part for name in self.adds for part in speedup_named(name).sets}
+        rivals = {n for n in setting.on - self.adds if sets & speedup_named(n).sets}
         gone = needing(self.drops | rivals, setting.on)
         after = Setting((setting.on - gone) | self.adds, setting.but(self.values).values)
         needed = {need for name in after.on for need in speedup_named(name).needs}
@@ -142,7 +148,7 @@ def ablation(requested: RunConfig, resolved: Resolved) -> list[Point]:
             continue
         if why_not is None and name in request.dropped:
             why_not = f"not measured: {decision.reason}."
-        elif why_not is None and precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
+        elif why_not is None and precision != "auto" and "precision" in SPEEDUPS.get(name).sets:
             why_not = f"not measured: train.precision={precision} is set."
         if why_not is not None:
             points.append(Point(name, "absent", at, None, name, why_not))
@@ -175,11 +181,6 @@ def needing(names: Collection[str], among: Collection[str]) -> set[str]:
     return found
 
 
-def filling(slot: str) -> list[str]:
-    """Return the speedups that fill a slot, in the order of `all_speedups`."""
-    return [speedup.name for speedup in all_speedups() if slot in speedup.fills]
-
-
 def tolerance_between(one: Setting, other: Setting) -> Tolerance:
     """Return the tolerance between the losses of two settings of a recipe: the loosest of the
     unshared speedups. Other rows count as the speedup that chooses them.
@@ -189,7 +190,7 @@ def tolerance_between(one: Setting, other: Setting) -> Tolerance:
     """
     unshared = one.on ^ other.on
     if {key for key, _ in one.values ^ other.values} & {ROWS}:
-        unshared |= {*filling("micro_batch")}
+        unshared |= {*speedups_for("most_rows")}
     tolerances = [SPEEDUPS.get(name).tolerance for name in unshared]
     loosest = max(tolerances, key=lambda p: STRICTNESS.index(p.kind), default=Tolerance.exact())
     kind = loosest.kind
@@ -199,7 +200,7 @@ def tolerance_between(one: Setting, other: Setting) -> Tolerance:
 
 def setting_of(resolved: Resolved) -> Setting:
     """Return the setting that `auto` chose, its micro-batch as a number."""
-    config, chooser = resolved.config, {*filling("micro_batch")}
+    config, chooser = resolved.config, {*speedups_for("most_rows")}
     start = Setting(frozenset(resolved.speedups) - chooser)
     tokens, rows = config.batch.tokens_per_step, config.batch.rows_per_device
     return start.but({

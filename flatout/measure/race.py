@@ -26,7 +26,7 @@ from flatout.progress import Progress, counted
 from flatout.storage.files import Stored
 
 if TYPE_CHECKING:
-    from flatout.assembly.recipe import Tolerance
+    from flatout.assembly.speedup import Tolerance
 
 ROUNDS = 5
 LEAST_GAIN = 1.01

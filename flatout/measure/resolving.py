@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flatout.assembly.choices import Decision, adding, parse_request, speedup_named, speedups_for
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
+from flatout.assembly.speedup import uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.distributed.spinning import spin_less_beside_others
@@ -46,7 +46,7 @@ class Resolved:
 
     def stated(self) -> RunConfig:
         """Return the configuration with its speedups written out, for a run of another length."""
-        on = [name for name in self.speedups if "micro_batch" not in speedup_named(name).fills]
+        on = [name for name in self.speedups if name not in speedups_for("most_rows")]
         return self.config.with_values({"speedups": on or "none", "train.precision": "auto"})
 
 

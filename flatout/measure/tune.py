@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from flatout.assembly.selection import assemble, parse_request, speedup_named
+from flatout.assembly.choices import assemble, parse_request, speedup_named, speedups_for
 from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
@@ -24,7 +24,6 @@ from flatout.measure.moves import (
     Setting,
     SpeedupMove,
     ablation,
-    filling,
     in_order,
     memory_obstacle,
     rows_to_try,
@@ -240,19 +239,19 @@ def space_of(
         setting_of(resolved),
         parse_request(requested.speedups),
     )
-    chooser, ahead = {*filling("micro_batch")}, config.data.prefetch
+    chooser, ahead = {*speedups_for("most_rows")}, config.data.prefetch
     moves, left = list[Move](), list[Row]()
     for point in ablation(requested, resolved) if request.auto else ():
         name, why_not, on = point.speedup, point.why_not, point.after.on - chooser
         if name is None or point.kind == "added" or name in chooser or name in request.named:
             continue
-        fills = speedup_named(name).fills
-        part = "checkpointing" if "activations" in fills else "speedups"
+        sets = speedup_named(name).sets
+        part = "checkpointing" if "activations" in sets else "speedups"
         if not {name, part} & {*only}:
             continue
         adds, drops = on - start.on, start.on - on
         kinds = {speedup_named(one).tolerance.kind for one in adds}
-        if "state_saver" in fills:
+        if "state_saver" in sets:
             why_not = "not tried: a trial does not time saves."
         elif "statistical" in kinds and not statistical:
             why_not = "not tried: its tolerance is statistical. Add --statistical to try it."
@@ -260,7 +259,7 @@ def space_of(
             left.append(absent_row(name, why_not))
         else:
             moves.append(SpeedupMove(point.name, adds, drops, part=part, speedup=name))
-    if "prefetch" in only and start.on & {*filling("loader")}:
+    if "prefetch" in only and start.on & {*speedups_for("loader")}:
         for each in sorted({max(ahead // 2, 1), 2 * ahead} - {ahead}):
             moves.append(Move(f"{AHEAD}={each}", values={AHEAD: each}, part="prefetch"))
     moves.sort(key=lambda move: (PARTS.index(move.part), move.leaves_out))

@@ -108,7 +108,7 @@ class AdaptedModel(LanguageModel):
         expected = (*tokens_BT.shape, self.config.vocab_size)
         if not isinstance(logits_BTV, Tensor) or logits_BTV.shape != expected:
             actual = (
-                f"{tuple(logits_BTV.shape)}"
+                tuple(logits_BTV.shape)
                 if isinstance(logits_BTV, Tensor)
                 else type(logits_BTV).__name__
             )
@@ -167,7 +167,7 @@ class AdaptedModel(LanguageModel):
                     "x.new_zeros(...). Register constants with register_buffer.",
                 ) from error
         per_token = Fraction(3 * counter.get_total_flops(), seq_len)
-        return Flops(palm=round(per_token), causal_exact=per_token)
+        return Flops(round(per_token), per_token)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of each parameter by its module: tables are embeddings.
@@ -240,10 +240,13 @@ def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[
         if name != "vocab_size"
     }
     config = create_model("AdaptedConfig", __base__=LanguageModelConfig, **keys)
-    members = {
-        "Config": config,
-        "build": staticmethod(build),
-        "limit": limit,
-        "__module__": build.__module__,
-    }
-    return type(getattr(build, "__name__", "Adapted"), (AdaptedModel,), members)
+    return type(
+        getattr(build, "__name__", "Adapted"),
+        (AdaptedModel,),
+        {
+            "Config": config,
+            "build": staticmethod(build),
+            "limit": limit,
+            "__module__": build.__module__,
+        },
+    )

@@ -230,7 +230,7 @@ class Eigenstate(EmbeddingModel):
         """
         couplings = (p.numel() for name, p in self.named_parameters() if name.endswith("coupling"))
         total = self.matmul_flops() + 6 * sum(couplings)
-        return Flops(palm=total, causal_exact=Fraction(total))
+        return Flops(total, Fraction(total))
 
     def shared_bytes(self, seq_len: int) -> float:
         """Return the bytes of a state in all layers, and of its gradient, divided by the tokens."""

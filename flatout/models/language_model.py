@@ -179,6 +179,12 @@ class LanguageModel(nn.Module, ABC):
         self.config = config
         self.ops = ops
 
+    def set_ops(self, ops: Any) -> None:
+        """Replace the functions that the model and its modules call."""
+        for module in self.modules():
+            if "ops" in vars(module):
+                module.ops = ops
+
     @classmethod
     def check(cls, values: JsonObject, *, seq_len: int) -> LanguageModelConfig:
         """Return this model's configuration from the keys under `model.`, for `seq_len` tokens.
@@ -460,8 +466,7 @@ class EmbeddingModel(LanguageModel):
             spans = self.split.spans(tokens_BT.shape[1])
         if self.position_embedding is not None:
             weight = local(self.position_embedding.weight)
-            parts = [weight[start:end] for start, end in spans]
-            hidden_BTD = hidden_BTD + torch.cat(parts)
+            hidden_BTD = hidden_BTD + torch.cat([weight[start:end] for start, end in spans])
         return dropped(hidden_BTD, self.dropout, self.training)
 
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:

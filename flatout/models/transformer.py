@@ -535,8 +535,8 @@ class Transformer(EmbeddingModel):
             window = min(config.window_of(layer) or seq_len, seq_len)
             visible += window * (window + 1) // 2 + (seq_len - window) * window
         return Flops(
-            palm=matmul + per_key * config.num_layers * seq_len,
-            causal_exact=matmul + Fraction(per_key * visible, seq_len),
+            matmul + per_key * config.num_layers * seq_len,
+            matmul + Fraction(per_key * visible, seq_len),
         )
 
     def shared_bytes(self, seq_len: int) -> float:

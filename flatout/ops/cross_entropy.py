@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from flatout.distributed.tensor import Split
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, linear, product_dtype
+from flatout.ops import at_least_fp32, linear, on_gpu, product_dtype
 
 IGNORED = -1
 """The target of positions that the loss ignores."""
@@ -487,13 +487,11 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
-    This keeps the number of different lengths small, so that chunks share compiled code. Fake
-    tensors estimate the memory of a run, on a GPU unless their mode sets a different one. Only a
-    few of their chunks are yielded, since all need the same memory.
+    This keeps the number of different lengths small, so that chunks share compiled code. Of
+    tensors without values only a few chunks are yielded, since all need the same memory.
     """
-    device, most = "cuda" if hidden_ND.is_cuda else "cpu", len(targets_N)
-    if isinstance(hidden_ND, FakeTensor):
-        device, most = getattr(hidden_ND.fake_mode, "stands_for", "cuda"), FAKE_CHUNKS
+    device = "cuda" if on_gpu(hidden_ND) else "cpu"
+    most = FAKE_CHUNKS if isinstance(hidden_ND, FakeTensor) else len(targets_N)
     size = max(len(targets_N), 1)
     while size > max((at_once or LOGITS_AT_ONCE[device]) // vocab_size, 1):
         size = -(-size // 2)

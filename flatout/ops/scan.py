@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, runs_triton, scan_passes, uncompiled
+from flatout.ops import at_least_fp32, on_gpu, scan_passes, uncompiled
 
 SMALLEST_CARRY = 64
 """States are carried between chunks in chunks of at least this many chunks, whatever their size."""
@@ -120,10 +119,7 @@ def triton(
              Keeps the states.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
-    is_planned = isinstance(drive_BTE, FakeTensor) and (
-        getattr(drive_BTE.fake_mode, "stands_for", None) == "cuda"  # estimates a GPU run
-    )
-    if drive_BTE.dtype == torch.float64 or not (is_planned or runs_triton(drive_BTE)):
+    if drive_BTE.dtype == torch.float64 or not on_gpu(drive_BTE):
         return chunked(
             log_decay_K,
             angle_K,
@@ -231,9 +227,12 @@ def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_s
     drive_2KMC = whole_BT2K.reshape(-1, 2 * num_eigenstates).t().contiguous()
     drive_2KMC = drive_2KMC.view(2, num_eigenstates, rows * chunks, size)
     real_KCC, imaginary_KCC = (_toeplitz(part_KP[:, :size]) for part_KP in powers_K2P.unbind(dim=1))
-    states_2KMC = drive_2KMC @ real_KCC
-    states_2KMC[0].baddbmm_(drive_2KMC[1], imaginary_KCC, alpha=-1)
-    states_2KMC[1].baddbmm_(drive_2KMC[0], imaginary_KCC)
+    # in place: selective checkpointing keeps what a matmul returns, and would see it change
+    states_2KMC, (real_KMC, imaginary_KMC) = torch.empty_like(drive_2KMC), drive_2KMC
+    states_2KMC[0].baddbmm_(real_KMC, real_KCC, beta=0).baddbmm_(
+        imaginary_KMC, imaginary_KCC, alpha=-1
+    )
+    states_2KMC[1].baddbmm_(imaginary_KMC, real_KCC, beta=0).baddbmm_(real_KMC, imaginary_KCC)
     if chunks > 1:
         states_2KBNC = states_2KMC.view(2, num_eigenstates, rows, chunks, size)
         later_2KBNC, ends_2KBN = states_2KBNC[:, :, :, 1:], states_2KBNC[:, :, :, :-1, -1]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.assembly.recipe import (
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import (
     Off,
     Speedup,
     Tolerance,
     first_of,
-    lazy,
     load_package,
     needs_package,
     without_compiler,
@@ -42,12 +42,15 @@ def _sharded(_machine: Machine, config: RunConfig) -> str | None:
     )
 
 
+def apply(parts: Parts) -> None:
+    """Keep the moments in 8 bits."""
+    parts.optimizer = adamw_8bit
+    parts.moments = named("flatout.optim.adamw_8bit:moment_bytes")
+
+
 SPEEDUP = Speedup(
     name="adamw-8bit",
-    fills={
-        "optimizer": adamw_8bit,
-        "moments": lazy("flatout.optim.adamw_8bit:moment_bytes"),
-    },
+    apply=apply,
     saves="memory: AdamW's moments take 2 bytes per weight instead of 8, but those of small "
     "tensors stay in fp32",
     tolerance=Tolerance.statistical(),

@@ -1,10 +1,17 @@
 """Write checkpoints in a background thread, from a copy of the state in host memory."""
 
-from flatout.assembly.recipe import Off, On, Speedup, Tolerance, lazy
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import Off, On, Speedup, Tolerance
+
+
+def apply(parts: Parts) -> None:
+    """Save in the background."""
+    parts.state_saver = named("flatout.training.checkpoint.savers:in_background")
+
 
 SPEEDUP = Speedup(
     name="async-checkpoints",
-    fills={"state_saver": lazy("flatout.training.checkpoint.savers:in_background")},
+    apply=apply,
     saves="time: training waits for a copy of the state, not for the disk, and the copy takes as "
     "much host memory as the state",
     tolerance=Tolerance.exact(),

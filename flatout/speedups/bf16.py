@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Off, On, Precision, Speedup, Tolerance, gpu_below, uses_gpu
+from flatout.assembly.parts import Parts, Precision
+from flatout.assembly.speedup import Off, On, Speedup, Tolerance, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware.machine import Machine
 
@@ -12,9 +13,14 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
     return too_old and f"{too_old} Use fp16 instead: train.precision=fp16."
 
 
+def apply(parts: Parts) -> None:
+    """Cast matmuls to bfloat16."""
+    parts.precision = Precision("bf16", autocast="bfloat16")
+
+
 SPEEDUP = Speedup(
     name="bf16",
-    fills={"precision": Precision("bf16", autocast="bfloat16")},
+    apply=apply,
     saves="time and memory: matmuls run on tensor cores, and activations take 2 bytes, and "
     "bfloat16 has the range of fp32, so the loss needs no scaling",
     tolerance=Tolerance.rounding(rtol=2e-2),

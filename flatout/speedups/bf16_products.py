@@ -1,16 +1,21 @@
 """Matmuls in bfloat16 on a CPU with instructions for it. Everything else stays fp32."""
 
-from flatout.assembly.recipe import On, Precision, Speedup, Tolerance, first_of, lazy, needs_cpu
+from flatout.assembly.parts import Parts, Precision, named
+from flatout.assembly.speedup import On, Speedup, Tolerance, first_of, needs_cpu
+
+
+def apply(parts: Parts) -> None:
+    """Round the factors of matmuls to bfloat16."""
+    parts.precision = Precision("bf16")
+    parts.attention = named("flatout.ops.attention:bf16")
+    parts.linear = named("flatout.ops.linear:bf16")
+    parts.cross_entropy = named("flatout.ops.cross_entropy:bf16")
+    parts.newton_schulz = named("flatout.ops.newton_schulz:bf16")
+
 
 SPEEDUP = Speedup(
     name="bf16-products",
-    fills={
-        "precision": Precision("bf16"),
-        "ops.attention": lazy("flatout.ops.attention:bf16"),
-        "ops.linear": lazy("flatout.ops.linear:bf16"),
-        "ops.cross_entropy": lazy("flatout.ops.cross_entropy:bf16"),
-        "ops.newton_schulz": lazy("flatout.ops.newton_schulz:bf16"),
-    },
+    apply=apply,
     saves="time: matmuls run at twice the rate of fp32, and unlike with autocast everything else "
     "stays in fp32, which is faster on a CPU",
     tolerance=Tolerance.rounding(rtol=2e-2),

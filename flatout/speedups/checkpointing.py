@@ -1,12 +1,19 @@
 """Full activation checkpointing: a block keeps only its input, and backward recomputes the rest."""
 
-from flatout.assembly.recipe import Off, Speedup, Tolerance, lazy
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import Off, Speedup, Tolerance
 
 OFF = Off("it costs a third more compute: use it where memory is short", when_short=True)
 
+
+def apply(parts: Parts) -> None:
+    """Recompute whole layers."""
+    parts.activations = named("flatout.assembly.recompute:recompute_layers")
+
+
 SPEEDUP = Speedup(
     name="checkpointing",
-    fills={"activations": lazy("flatout.assembly.memory:recompute_blocks")},
+    apply=apply,
     saves="memory: each block keeps only its input between forward and backward, for a third "
     "more compute",
     tolerance=Tolerance.exact(),

@@ -6,7 +6,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.recipe import Off, On, Speedup, Tolerance
+from flatout.assembly.parts import Parts
+from flatout.assembly.speedup import Off, On, Speedup, Tolerance
 
 STEPS_BETWEEN = 100
 """Steps between collections, for which a reference cycle can keep its tensors' memory. Frozen
@@ -40,9 +41,14 @@ def _collect(step: int) -> None:
         gc.collect()
 
 
+def apply(parts: Parts) -> None:
+    """Collect at fixed steps."""
+    parts.gc = at_fixed_steps
+
+
 SPEEDUP = Speedup(
     name="collector",
-    fills={"gc": at_fixed_steps},
+    apply=apply,
     saves="time: no step waits while Python's garbage collector scans every object, and all "
     "ranks collect at the same steps",
     tolerance=Tolerance.exact(),

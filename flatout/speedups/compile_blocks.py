@@ -1,6 +1,7 @@
 """torch.compile by block: blocks of one shape share a graph, so a deep model compiles as fast."""
 
-from flatout.assembly.recipe import Off, Speedup, Tolerance, compile_blocks, without_compiler
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import Off, Speedup, Tolerance, without_compiler
 
 OFF = Off(
     "compile fuses more: use compile-blocks where compiling a deep model takes too long",
@@ -8,9 +9,14 @@ OFF = Off(
 )
 
 
+def apply(parts: Parts) -> None:
+    """Compile by layer."""
+    parts.compilation = named("flatout.assembly.compiling:compile_layers")
+
+
 SPEEDUP = Speedup(
     name="compile-blocks",
-    fills={"compilation": compile_blocks},
+    apply=apply,
     saves="time, as compile but without fusion across blocks, and compiling 48 blocks takes as "
     "long as compiling one",
     tolerance=Tolerance.rounding(rtol=1e-3),

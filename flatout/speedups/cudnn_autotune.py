@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.recipe import Off, Speedup, Tolerance, first_of, needs_gpu
+from flatout.assembly.parts import Parts
+from flatout.assembly.speedup import Off, Speedup, Tolerance, first_of, needs_gpu
 
 
 @contextmanager
@@ -21,9 +22,14 @@ def benchmarking() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
+def apply(parts: Parts) -> None:
+    """Let cuDNN choose."""
+    parts.cudnn_benchmark = benchmarking
+
+
 SPEEDUP = Speedup(
     name="cudnn-autotune",
-    fills={"cudnn_benchmark": benchmarking},
+    apply=apply,
     saves="time in your own models with convolutions (flatout's models have none and should "
     "gain nothing)",
     tolerance=Tolerance.rounding(rtol=1e-3),

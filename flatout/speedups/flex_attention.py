@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import (
-    On,
-    Speedup,
-    Tolerance,
-    first_of,
-    lazy,
-    needs_gpu,
-    needs_package,
-)
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import On, Speedup, Tolerance, first_of, needs_gpu, needs_package
 from flatout.config.schema import RunConfig
 from flatout.hardware.machine import Machine
 
@@ -25,9 +18,14 @@ def _without_mask(_machine: Machine, config: RunConfig) -> str | None:
     )
 
 
+def apply(parts: Parts) -> None:
+    """Use FlexAttention."""
+    parts.attention = named("flatout.ops.attention:flex")
+
+
 SPEEDUP = Speedup(
     name="flex-attention",
-    fills={"ops.attention": lazy("flatout.ops.attention:flex")},
+    apply=apply,
     saves="time and memory: blocks of tokens in other documents or outside the window are "
     "skipped, and there is no T x T mask",
     tolerance=Tolerance.rounding(rtol=1e-3),

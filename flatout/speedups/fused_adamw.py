@@ -1,10 +1,17 @@
 """Update all parameters with AdamW in one kernel, instead of a dozen small operations for each."""
 
-from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import On, Speedup, Tolerance
+
+
+def apply(parts: Parts) -> None:
+    """Use one kernel for AdamW."""
+    parts.optimizer = named("flatout.optim.adamw:fused")
+
 
 SPEEDUP = Speedup(
     name="fused-adamw",
-    fills={"optimizer": lazy("flatout.optim.adamw:fused")},
+    apply=apply,
     saves="time: each step makes one pass over weights, gradients and moments",
     tolerance=Tolerance.rounding(rtol=1e-4),
     rank=710,

@@ -1,10 +1,17 @@
 """Attention in one kernel that never stores the matrix of scores."""
 
-from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import On, Speedup, Tolerance
+
+
+def apply(parts: Parts) -> None:
+    """Use one kernel for attention."""
+    parts.attention = named("flatout.ops.attention:fused")
+
 
 SPEEDUP = Speedup(
     name="fused-attention",
-    fills={"ops.attention": lazy("flatout.ops.attention:fused")},
+    apply=apply,
     saves="time and memory: the T x T attention scores are never written to memory",
     tolerance=Tolerance.rounding(rtol=1e-4),
     rank=440,

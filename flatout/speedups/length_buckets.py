@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flatout.assembly.recipe import Speedup, Tolerance
+from flatout.assembly.parts import Parts
+from flatout.assembly.speedup import Speedup, Tolerance
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
 from flatout.data.store.integrity import Array
@@ -202,9 +203,14 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     return "A mix counts its shares in sequences of data.seq_len, not in documents."
 
 
+def apply(parts: Parts) -> None:
+    """Read rows of documents."""
+    parts.batching = BucketedSteps
+
+
 SPEEDUP = Speedup(
     name="length-buckets",
-    fills={"batching": BucketedSteps},
+    apply=apply,
     saves="time where every row must be one document: short documents use short rows of a few "
     "fixed lengths instead of being padded to the longest",
     tolerance=Tolerance.statistical(),

@@ -1,8 +1,9 @@
-"""Choose the most rows per micro-batch that the device uses efficiently and that fit in memory."""
+"""Choose as many rows per micro-batch as the device uses efficiently."""
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import MicroBatchPlan, On, Speedup, Tolerance, divisors
+from flatout.assembly.parts import Parts
+from flatout.assembly.speedup import On, Speedup, Tolerance
 from flatout.config.schema import RunConfig
 from flatout.hardware.machine import Machine
 
@@ -12,14 +13,9 @@ a GPU the kernels are, which is not measured yet. Other devices, such as mps, ta
 """
 
 
-def largest_useful(plan: MicroBatchPlan) -> int:
-    """Return the most useful rows that divide a rank's share of the step and fit in memory."""
-    tokens = ENOUGH_TOKENS.get(plan.device.partition(":")[0], ENOUGH_TOKENS["cpu"])
-    enough = max(tokens // plan.seq_len, 1)
-    rows = next(divisors(plan.rows_per_rank, enough))
-    if rows == 1 or plan.fits(rows):
-        return rows
-    return next(divisors(plan.rows_per_rank, plan.most_rows()))
+def useful_rows(seq_len: int, device: str) -> int:
+    """Return the rows of a micro-batch beyond which more bring nothing."""
+    return max(ENOUGH_TOKENS.get(device.partition(":")[0], ENOUGH_TOKENS["cpu"]) // seq_len, 1)
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
@@ -30,9 +26,14 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     return None
 
 
+def apply(parts: Parts) -> None:
+    """Choose as many rows as are useful."""
+    parts.most_rows = useful_rows
+
+
 SPEEDUP = Speedup(
     name="micro-batch",
-    fills={"micro_batch": largest_useful},
+    apply=apply,
     saves="time: a micro-batch has as many rows as the device uses efficiently, while the baseline "
     "has at most 12",
     tolerance=Tolerance.rounding(rtol=1e-4),

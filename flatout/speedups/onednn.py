@@ -1,14 +1,19 @@
 """Run fp32 matmuls of the model, its loss and Muon through oneDNN instead of MKL, on a CPU."""
 
-from flatout.assembly.recipe import On, Speedup, Tolerance, first_of, lazy, needs_cpu
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import On, Speedup, Tolerance, first_of, needs_cpu
+
+
+def apply(parts: Parts) -> None:
+    """Multiply with oneDNN."""
+    parts.linear = named("flatout.ops.linear:onednn")
+    parts.cross_entropy = named("flatout.ops.cross_entropy:onednn")
+    parts.newton_schulz = named("flatout.ops.newton_schulz:onednn")
+
 
 SPEEDUP = Speedup(
     name="onednn",
-    fills={
-        "ops.linear": lazy("flatout.ops.linear:onednn"),
-        "ops.cross_entropy": lazy("flatout.ops.cross_entropy:onednn"),
-        "ops.newton_schulz": lazy("flatout.ops.newton_schulz:onednn"),
-    },
+    apply=apply,
     saves="time: matmuls use 512-bit vectors on processors where torch's MKL uses 256-bit ones",
     tolerance=Tolerance.rounding(rtol=1e-4),
     why_not=first_of(

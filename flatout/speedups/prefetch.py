@@ -1,10 +1,17 @@
 """Read the next steps' sequences in a background thread while the device computes."""
 
-from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
+from flatout.assembly.parts import Parts, named
+from flatout.assembly.speedup import On, Speedup, Tolerance
+
+
+def apply(parts: Parts) -> None:
+    """Read in a thread."""
+    parts.loader = named("flatout.data.load.loader:PrefetchLoader")
+
 
 SPEEDUP = Speedup(
     name="prefetch",
-    fills={"loader": lazy("flatout.data.load.loader:PrefetchLoader")},
+    apply=apply,
     saves="time: batches for the next steps are read while the device computes, and copied to "
     "a GPU asynchronously from pinned memory",
     tolerance=Tolerance.exact(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.recipe import Off, Speedup, Tolerance
+from flatout.assembly.parts import Parts
+from flatout.assembly.speedup import Off, Speedup, Tolerance
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
@@ -27,22 +28,27 @@ KEPT = {
 OFF = Off("it costs some compute: use it where memory is short", when_short=True)
 
 
-def _recompute(model: LanguageModel, _mesh: object) -> LanguageModel:
+def _recompute(model: LanguageModel) -> None:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    from flatout.assembly.memory import recompute_blocks
+    from flatout.assembly.recompute import recompute_layers
 
     def policy(_context: object, operation: Any, *_inputs: Any, **_options: Any) -> object:
         is_kept = operation.name() in KEPT
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
-    return recompute_blocks(model, context_fn=contexts)
+    recompute_layers(model, context_fn=contexts)
+
+
+def apply(parts: Parts) -> None:
+    """Recompute what is cheap."""
+    parts.activations = _recompute
 
 
 SPEEDUP = Speedup(
     name="selective-checkpointing",
-    fills={"activations": _recompute},
+    apply=apply,
     saves="memory: backward recomputes norms, activations and sums, but not matmuls, attention "
     "and scans, which are nearly all of the work",
     tolerance=Tolerance.exact(),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.assembly.recipe import Precision
+from flatout.assembly.parts import Precision
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import SequenceReader
 from flatout.data.load.loader import evaluation_batches
@@ -232,7 +232,7 @@ def score(
         run.model,
         run.mesh,
         run.reader,
-        run.recipe.precision,
+        run.parts.precision,
         between_batches,
     )
     with run.pulse.during("evaluating"):

@@ -19,10 +19,10 @@ from flatout.training.metrics.log import Log
 from flatout.training.saving import require_own, save_last, stating_room, wait_for_saves
 
 
-def finish(session: Session, predicted: JsonObject) -> JsonObject:
+def finish(session: Session) -> JsonObject:
     """Save, evaluate on the whole validation split, sample, and return the summary.
 
-    Every rank calls it. The summary states what was `predicted` beside what was measured.
+    Every rank calls it.
     Raises: EvaluationDropped when `session.drop`, called between the evaluation's batches, returns
             True. The state is saved by then. DiskFull when the last step, or that it is the best,
             cannot be saved. The run is then not complete, and the same command tries again.
@@ -40,7 +40,7 @@ def finish(session: Session, predicted: JsonObject) -> JsonObject:
     require_own(run)
     log.close()
     log.keep_clock()
-    return summarise(run, log, evaluation) | {"predicted": predicted}
+    return summarise(run, log, evaluation)
 
 
 def final_evaluation(session: Session) -> Evaluation | None:

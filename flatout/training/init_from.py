@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.assembly.resolve import FREE_OF_WEIGHTS
+from flatout.assembly.shape import FREE_OF_WEIGHTS
 from flatout.config.schema import RunConfig, override
 from flatout.config.trust import references_in
 from flatout.data.store.mix import AnyDataset, members_of

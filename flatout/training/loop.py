@@ -43,7 +43,7 @@ def fit(session: Session) -> Run:
     """
     run, log, first = session.run, session.log, session.run.step
     saves, phase = SaveSchedule(run, log), log.clock.timer.phase
-    with run.pulse.during("training"), run.recipe.cudnn_benchmark(), run.recipe.gc() as collect:
+    with run.pulse.during("training"), run.parts.cudnn_benchmark(), run.parts.gc() as collect:
         if run.evaluation_due:
             between_steps(session, saves)
         while run.step < run.last_step and not run.evaluation_due:

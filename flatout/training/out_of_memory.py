@@ -20,12 +20,10 @@ from flatout.assembly.memory import (
     capacity_of,
     estimate,
     memory_bytes,
-    recompute_blocks,
-    rows_advice,
-    smaller_batch,
+    workload_of,
 )
-from flatout.assembly.recipe import divisors
-from flatout.assembly.resolve import workload_of
+from flatout.assembly.parts import divisors
+from flatout.assembly.recompute import recompute_layers
 from flatout.assembly.run import Run
 from flatout.display import memory_size
 from flatout.errors import OutOfMemory, RunFailed, SmallerBatch
@@ -213,12 +211,13 @@ def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
             words = " ".join(f"model.{key}={value}" for key, value in leanest.items())
             saved = memory_size(before - after)
             return f"Set {words}: it changes no result and saves about {saved}."
-    fixes, share = [], rows * accumulate
-    fewer = smaller_batch(workload, share, int(USED_MEMORY * free), rows // 2)
-    if fewer := fewer or fewer_rows(rows, accumulate):
-        fixes.append(f"Set {rows_advice(fewer, share)}")
-    if "activations" not in run.recipe.filled_by:
-        recomputing = replace(workload, transforms=(*workload.transforms, recompute_blocks))
+    fixes, share, usable = [], rows * accumulate, int(USED_MEMORY * free)
+    fewer = [*divisors(share, rows // 2)]
+    fits = (less for less in fewer if estimate(workload, less, share // less).total <= usable)
+    if fewer:
+        fixes.append(f"Set {rows_advice(next(fits, fewer[0]), share)}")
+    if run.parts.activations is None:
+        recomputing = replace(workload, activations=recompute_layers)
         less = need - estimate(recomputing, rows, accumulate).total
         if less > (1 - MAX_SHARE_LEFT) * need:
             fixes.append(
@@ -226,6 +225,14 @@ def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
                 f"speedups): about {memory_size(less)} less, for a third more compute."
             )
     return " ".join(fixes) or OTHERWISE
+
+
+def rows_advice(rows: int, rows_per_rank: int) -> str:
+    """Return the settings for micro-batches of `rows`, as the end of a sentence."""
+    return (
+        f"batch.rows_per_device={rows} batch.accumulate={rows_per_rank // rows}: "
+        "the tokens per step stay the same."
+    )
 
 
 def fewer_rows(rows: int, accumulate: int) -> int | None:

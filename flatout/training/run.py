@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import torch
 
-from flatout.assembly.prediction import advice, hardware_name
-from flatout.assembly.preflight import check_paths, open_dataset, sizes_of
+from flatout.assembly.batch import sizes_of
+from flatout.assembly.measured import advice, hardware_name
+from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
 from flatout.config.registry import RECIPES
@@ -57,7 +58,7 @@ from flatout.training.metrics.loggers import configured_observers, require_logge
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import truncate_metrics
 from flatout.training.out_of_memory import explained, halving, peers_named
-from flatout.training.predicting import forecast, predict, record
+from flatout.training.rates import record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
@@ -156,7 +157,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
 
     Raises: Stopped when a signal ended it after a save; RunFailed.
     """
-    known = forecast(request, plan)
     run = build_run(request, plan)
     mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
     if request.device == "cpu" and mesh.world_size == 1:  # ranks would see each other's load
@@ -195,8 +195,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             # the run then no longer depends on the source of its weights
             with log.aside("checkpoint"):
                 save_last(run, log)
-        predicted = predict(run, known)
-        log.event("predicted", **predicted)
         log.start()
         sample = stop.interrupting(request.sample) if request.sample else None
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
@@ -210,7 +208,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
                 raise WorkInterrupted
             stop.waits_for = "the batch of the final evaluation"
             with run.pulse.during("finishing"):
-                summary = finish(session, predicted)
+                summary = finish(session)
                 log.end(summary)
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(session, stop)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flatout.assembly.preflight import for_world_size, open_dataset
+from flatout.assembly.batch import for_world_size
+from flatout.assembly.choices import Decision, parts_of, stored_decisions
+from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import resolve, steps_stated, with_evaluations
-from flatout.assembly.selection import Decision, recipe_of, stored_decisions
 from flatout.config.schema import RunConfig, flat
 from flatout.config.trust import remember
 from flatout.data.store.mix import AnyDataset, members_of
@@ -224,7 +225,7 @@ def _start(request: RunRequest, known: Mapping[Path, str] | None) -> Start:
         config,
         resume,
         steps_of=lambda stored: steps_stated(
-            stored, config.train, request.dataset, recipe_of(stored)
+            stored, config.train, request.dataset, parts_of(stored)
         ),
         trust_code=request.trust_code,
         known=known,
@@ -258,7 +259,7 @@ def _plan_new(request: RunRequest, start: Start) -> RunPlan:
     if checkpoint is None:
         require_weights(config.lora, config.train.init_from)
     require_steps_left(request.folder, config, checkpoint)
-    ops = recipe_of(config).ops()
+    ops = parts_of(config).ops()
     config = resolve_init_from(config, dataset, ops, progress=request.progress)
     config = _with_fewer_rows(request, config).with_values(located(config.data))
     chooses_rows = request.config.batch.chooses_rows
@@ -300,7 +301,7 @@ def _plan_stored(request: RunRequest, start: Start, config: RunConfig) -> RunPla
             )
         config = config.with_values({"train.device": here})
         config = for_world_size(config, request.ranks.world_size)
-    decisions = stored_decisions(config, request.machine, requested=requested)
+    decisions = stored_decisions(config, request.machine)
     is_auto = (requested or config).batch.chooses_rows and request.config.batch.chooses_rows
     return RunPlan(start, config, decisions, stored, start.requested, is_auto)
 

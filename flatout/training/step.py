@@ -95,12 +95,12 @@ def train_step(
     for number, micro in enumerate(batch.micro_batches(), 1):
         run.pulse.beat()
         if number > 1 and drop is not None and drop(run, number):
-            run.recipe.zero_grad(run.trained())
+            run.parts.zero_grad(run.trained())
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
             raise StepDropped
-        with run.recipe.grad_sync(run.model, number == batch.num_micro_batches):
+        with run.grad_sync(number == batch.num_micro_batches):
             with phase("forward"), run.autocast():
                 micro_loss, micro_valid = run.model(
                     micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
@@ -116,7 +116,7 @@ def train_step(
         learning_rate = run.config.optim.lr * set_learning_rate(run)
         loss = loss_sum / num_valid
         overflowed = update(run, loss, grad_norm, num_valid)
-    run.recipe.zero_grad(run.trained())
+    run.parts.zero_grad(run.trained())
     run.is_updating = False
     return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=overflowed)
 

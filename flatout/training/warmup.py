@@ -6,15 +6,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from flatout.assembly.compiled_code import mark_as_cached
+from flatout.assembly.choices import Decision, speedup_named
+from flatout.assembly.compiling import mark_as_cached, undo
 from flatout.assembly.run import Run
-from flatout.assembly.selection import Decision, speedup_named
 from flatout.training.metrics.log import Log
 from flatout.training.signals import StopRequests, WorkInterrupted
 
@@ -57,11 +56,7 @@ def warm_up(
         if run.mesh.device.type == "cpu":
             mark_as_cached(run.config)
         return
-    for module in run.core.modules():  # there is no public function that undoes torch.compile
-        module._compiled_call_impl = None
-    plain_loss = torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy)
-    run.core.ops = replace(run.core.ops, cross_entropy=plain_loss)
-    torch._dynamo.reset()
+    undo(run.core)
     plain_failure, _ = _try_step(run, eval_shapes)
     if plain_failure is not None:
         raise plain_failure
@@ -106,7 +101,7 @@ def _try_step(
                 return failure, True
     finally:
         run.core.train()
-        run.recipe.zero_grad(run.trained())
+        run.parts.zero_grad(run.trained())
     return None, False
 
 

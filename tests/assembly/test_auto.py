@@ -7,10 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.assembly import compiled_code, resolve
-from flatout.assembly.compiled_code import compile_cost, mark_as_cached
-from flatout.assembly.recipe import Off, On, Speedup, Tolerance
-from flatout.assembly.selection import (
+from flatout.assembly import choices, compiling, resolve
+from flatout.assembly.choices import (
     Gain,
     all_speedups,
     assemble,
@@ -19,12 +17,15 @@ from flatout.assembly.selection import (
     is_measured,
     select,
 )
+from flatout.assembly.compiling import compile_cost, mark_as_cached
+from flatout.assembly.speedup import Off, On, Speedup, Tolerance
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.hardware.machine import CpuTimes, Gpu, Machine, usable_cores
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+NARROW = replace(CPU, cpu_multiplies_bf16=True)
 HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 
 
@@ -44,7 +45,9 @@ def chosen(measured: dict[str, Gain], *more: str, machine=HOPPER, device="cuda",
 
 
 def speedup(default: On | Off | None, tolerance: Tolerance = Tolerance.exact()) -> Speedup:  # noqa: B008
-    return Speedup("new", "time", tolerance, auto={"cpu": default} if default else {})
+    return Speedup(
+        "new", lambda _: None, "time", tolerance, auto={"cpu": default} if default else {}
+    )
 
 
 def test_ranks_are_unique_and_every_speedup_that_is_off_has_a_reason():
@@ -59,7 +62,7 @@ def test_ranks_are_unique_and_every_speedup_that_is_off_has_a_reason():
 def test_mps_has_the_speedups_that_are_on_everywhere():
     on = {one.name for one in all_speedups() if isinstance(default_of(one, "mps"), On)}
     assert {"pretokenised", "prefetch", "micro-batch", "fused-attention", "no-sync-logging"} <= on
-    assert not on & {"compile", "bf16", "bf16-products", "onednn", "kept-memory", "triton-scan"}
+    assert not on & {"compile", "bf16", "bf16-products", "onednn", "triton-scan"}
     measured = {is_measured(one, load_config(), CPU, "mps") for one in all_speedups()}
     assert True not in measured
 
@@ -70,7 +73,7 @@ def test_no_default_for_gpus_is_measured():
         if "cuda" in one.auto:
             assert found[one.name] is False
     assert found["bf16-products"] is None
-    assert is_measured(SPEEDUPS.get("kept-memory"), load_config(), CPU, "cpu") is True
+    assert is_measured(SPEEDUPS.get("prefetch"), load_config(), CPU, "cpu") is True
     assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
 
 
@@ -136,7 +139,7 @@ def test_a_run_on_a_busy_machine_is_compiled_if_it_is_longer(
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CpuTimes, "others_until", lambda self, later: others)
-    monkeypatch.setattr(compiled_code, "usable_cores", lambda: 2)
+    monkeypatch.setattr(compiling, "usable_cores", lambda: 2)
     cost = compile_cost(tiny_config(), minutes)
     found = decide(SPEEDUPS.get("compile"), "cpu", minutes, compile_cost=cost)
     assert found.on is on
@@ -190,7 +193,7 @@ def test_a_cache_of_compiled_code_that_cannot_be_used_is_ignored(
     assert compile_cost(tiny_config(), 0.5) == 1
 
 
-def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():
+def test_a_speedup_that_measured_faster_takes_the_place_of_the_default():
     found = chosen({"compile-blocks": FASTER})
     assert (found["compile-blocks"].on, found["compile"].on) == (True, False)
     found = chosen({"compile-blocks": FASTER}, "speedups=auto,+compile")
@@ -206,11 +209,29 @@ def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():
     )
 
 
-def test_slots_and_needs_still_apply():
-    found = chosen({"bf16": SLOWER, "bf16-gathers": FASTER}, "parallel.shard=2")
+def test_what_a_speedup_sets_and_needs_still_applies():
+    found = chosen({"bf16": SLOWER, "fp8": FASTER}, "speedups=auto")
     assert not found["bf16"].on
     assert found["fp16"].on, "it is on unless bf16 is"
-    assert found["bf16-gathers"].reason == "needs bf16, which is off"
     found = chosen({"onednn": FASTER}, machine=replace(CPU, cpu_multiplies_bf16=True), device="cpu")
     assert found["bf16-products"].on
     assert found["onednn"].reason == "bf16-products is on and replaces it"
+
+
+def test_what_drops_out_leaves_its_part_to_others(monkeypatch):
+    """A speedup that needs one that drops out later drops out, too, whatever its rank."""
+
+    def rows(parts):
+        parts.most_rows = len
+
+    own = Speedup("own", rows, "time", Tolerance.exact(), ("compile",), auto={"cpu": On()}, rank=1)
+    known = [own, *all_speedups()]
+    monkeypatch.setattr(choices, "all_speedups", lambda _named=(): known)
+    monkeypatch.setattr(choices, "default_of", lambda one, device: one.auto.get(device))
+    found = {one.name: one for one in select(load_config(), CPU, device="cpu", minutes=60.0)}
+    assert found["compile"].reason == "gains nothing without bf16-products, which is off"
+    assert found["own"].reason == "needs compile, which is off"
+    assert found["micro-batch"].on
+    found = {one.name: one for one in select(load_config(), NARROW, device="cpu", minutes=60.0)}
+    assert found["own"].on
+    assert found["micro-batch"].reason == "own is on and replaces it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from foreign_models import DOCUMENTS, LLAMA, write_model
 
-from flatout.assembly.resolve import with_base_shape
+from flatout.assembly.shape import with_base_shape
 from flatout.config.schema import load_config
 from flatout.data.store.mix import open_data
 from flatout.errors import ConfigError

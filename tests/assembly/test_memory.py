@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -11,32 +10,24 @@ import pytest
 import torch
 from kept import kept_bytes
 
-from flatout.assembly import memory as module
+from flatout.assembly.choices import assemble
 from flatout.assembly.memory import (
-    CUDA_RESERVED,
     GIB,
     PER_PARAMETER,
-    Capacity,
     Live,
     Workload,
     capacity_of,
     estimate,
-    most_rows,
-    require_fitting,
-    smallest_machine,
-    two_in_fp32,
+    workload_of,
 )
-from flatout.assembly.prediction import past_run, predict_memory
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.resolve import micro_batch_plan, workload_of
-from flatout.config.registry import MODELS, SPEEDUPS
+from flatout.assembly.parts import two_in_fp32
+from flatout.assembly.prediction import most_rows
+from flatout.config.registry import MODELS
 from flatout.config.sections import LoraConfig, OptimConfig
-from flatout.errors import ConfigError, HardwareError
 from flatout.hardware.machine import Machine, machine_named, probe
 from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, newton_schulz, scan
-from flatout.speedups.micro_batch import largest_useful
 
 pytestmark = pytest.mark.slow
 
@@ -47,9 +38,8 @@ OPS = {
 PLAIN = {
     "moments": two_in_fp32,
     "num_shards": 1,
-    "whole_gradients": False,
     "gathers": None,
-    "transforms": (),
+    "activations": None,
     "gradients_stay": False,
     "optim": OptimConfig(),
     "newton_schulz": newton_schulz.reference,
@@ -125,9 +115,9 @@ def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_ma
 @pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
 def test_recomputed_activations_are_not_counted(name):
     """Full checkpointing keeps a block's input only; selective less than all, as estimated."""
-    transform = Recipe().with_speedup(SPEEDUPS.get(name)).activations
+    recompute = assemble([name]).activations
     whole = workload(seq_len=64)
-    work = replace(whole, transforms=(transform,))
+    work = replace(whole, activations=recompute)
     model, tokens_BT, _ = real(work, 4)
     inputs_bytes = len(model.blocks) * 4 * 64 * model.config.d_model * 4
     estimated = estimate(work, 4).activations
@@ -135,11 +125,12 @@ def test_recomputed_activations_are_not_counted(name):
     if name == "checkpointing":
         assert estimated == pytest.approx(inputs_bytes, rel=0.05)
     losses = []
-    for made in (model, transform(model, None)):
-        made.zero_grad()
-        loss, _ = made(tokens_BT, tokens_BT)
+    for change in (lambda _: None, recompute):
+        change(model)
+        model.zero_grad()
+        loss, _ = model(tokens_BT, tokens_BT)
         loss.backward()
-        losses.append((loss.detach(), *(parameter.grad.clone() for parameter in made.parameters())))
+        losses.append((loss.detach(), *(each.grad.clone() for each in model.parameters())))
     assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
 
 
@@ -326,17 +317,6 @@ def test_memory_grows_in_proportion_to_seq_len(kind, ops):
     assert bytes_a_token(16_384) == pytest.approx(bytes_a_token(1024), rel=0.03)
 
 
-def test_rows_of_a_model_that_needs_values_must_be_stated():
-    class NeedsValues(Transformer):
-        def embed(self, tokens_BT):
-            return super().embed(tokens_BT) * bool((tokens_BT == 11).any())
-
-    plan = micro_batch_plan(replace(workload(), model_class=NeedsValues), 8, "cpu", 2**30)
-    with pytest.raises(ConfigError, match="its rows cannot be chosen: DataDependent") as refused:
-        plan.fits(4)
-    assert refused.value.fix.endswith("set batch.rows_per_device to a number, such as 4.")
-
-
 def test_a_model_too_large_for_this_machine_can_be_estimated():
     """GPT-2 124M, fp32, plain ops, T = 1024: on a GPU, 1 row took 3.4 GiB and 8 rows 16.7 GiB."""
     sizes = {"vocab_size": 50257, "num_layers": 12, "d_model": 768, "num_heads": 12}
@@ -354,60 +334,6 @@ def test_the_most_rows_are_found():
         assert most_rows(work, estimate(work, rows, 2).total) == rows
         assert most_rows(work, estimate(work, rows + 1, 2).total - 1) == rows
     assert most_rows(work, estimate(work, 1, 2).total - 1) == 0
-    plan = micro_batch_plan(work, 8, "cpu", 1000)
-    with pytest.raises(HardwareError, match=r"One sequence of 33 tokens needs about .*shard it"):
-        largest_useful(plan)
-
-
-@pytest.fixture
-def asked(build_run, tiny_config):
-    """Return the arguments of `require_fitting` for 8 rows, without the capacity."""
-    run = build_run(tiny_config(batch__rows_per_device=8))
-    workload = workload_of(run.config)
-    this = past_run(run.config, run.decisions)
-    return run.config, workload, predict_memory(this, estimate(workload, 8))
-
-
-def test_a_micro_batch_that_cannot_fit_is_rejected_with_rows_that_do(asked):
-    _, workload, memory = asked
-    assert require_fitting(*asked, Capacity(GIB, GIB, "machine")) is None
-    free = int(0.95 * memory.total)
-    warning = require_fitting(*asked, Capacity(GIB, free, "machine"))
-    assert "much slower if the system swaps" in warning
-    whole = int(0.8 * memory.estimate.total)
-    with pytest.raises(HardwareError, match="this machine has") as caught:
-        require_fitting(*asked, Capacity(whole, whole, "machine"))
-    advised = re.match(r"Set batch.rows_per_device=(\d) batch.accumulate=(\d)", caught.value.fix)
-    rows, accumulate = map(int, advised.groups())
-    assert rows * accumulate == 8
-    assert estimate(workload, rows, accumulate).total <= 0.8 * whole
-    with pytest.raises(HardwareError, match="Not even one sequence fits") as caught:
-        require_fitting(*asked, Capacity(1000, 1000, "GPU"))
-    assert smallest_machine(workload) in caught.value.fix
-
-
-def test_the_smallest_machine_does_not_depend_on_the_shards_of_the_recipe(asked):
-    _, workload, _ = asked
-    wide = workload.model_config.model_copy(update={"vocab_size": 2**27})
-    large = replace(workload, model_config=wide)
-    assert smallest_machine(large) == smallest_machine(replace(large, num_shards=64))
-
-
-def test_the_smallest_machine_has_room_for_rows_that_accumulate(asked, monkeypatch):
-    """The gradients of earlier micro-batches exist beside the activations of the next."""
-    _, workload, _ = asked
-    monkeypatch.setattr(module, "CUDA_CONTEXT", 0)
-    needs = [estimate(workload, 1, accumulate).total for accumulate in (1, 2)]
-    assert needs[0] < needs[1]
-    row = machine_named("1x h100").row
-
-    def machine(name, size):
-        memory = row.memory_gb.model_copy(update={"value": size})
-        return row.model_copy(update={"name": name, "memory_gb": memory})
-
-    rows = [machine("tight", sum(needs) / 2e9 * CUDA_RESERVED), machine("roomy", 1000.0)]
-    monkeypatch.setattr(module, "machine_rows", lambda: rows)
-    assert smallest_machine(workload) == "1x roomy"
 
 
 def test_the_memory_of_a_machine_elsewhere_is_that_of_its_data_sheet(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.assembly.recipe import NOISE, without_noise
+from flatout.assembly.speedup import NOISE, without_noise
 
 MESSAGES = {
     "torchao": (
@@ -23,8 +23,8 @@ MESSAGES = {
     ),
 }
 IMPORTS = {
-    "torchao": "from flatout.speedups.fp8 import fp8_linear; fp8_linear(emulate=True); "
-    "from flatout.assembly.recipe import load_package; "
+    "torchao": "import flatout.speedups.fp8.linear; "
+    "from flatout.assembly.speedup import load_package; "
     "load_package('torchao.optim', 'adamw-8bit', 'adamw-8bit')"
 }
 

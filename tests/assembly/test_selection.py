@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import (
+from flatout.assembly.choices import (
     Decision,
     adding,
     all_speedups,
@@ -17,6 +16,8 @@ from flatout.assembly.selection import (
     select,
     stored_decisions,
 )
+from flatout.assembly.measured import speedups_on
+from flatout.assembly.resolve import resolve
 from flatout.config.registry import RECIPES, SPEEDUPS
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
@@ -100,17 +101,16 @@ def test_what_gains_only_beside_another_speedup_is_off_without_it():
     [
         ("auto", {"bf16-products"}),
         ("auto,-bf16-products", {"onednn"}),
-        ("auto,-bf16-products,-onednn", {"batched-muon"}),
+        ("auto,-bf16-products,-onednn", set()),
         ("auto,+bf16", {"bf16", "onednn"}),
-        ("auto,+batched-muon", {"batched-muon"}),
     ],
 )
 def test_a_speedup_that_yields_comes_back_when_its_rival_is_off(request_, expected):
-    ways = {"bf16", "bf16-products", "onednn", "batched-muon"}
+    ways = {"bf16", "bf16-products", "onednn"}
     assert on(request_, NARROW, "optim.kind=muon") & ways == expected
 
 
-def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
+def test_a_named_speedup_takes_the_place_of_one_that_auto_chose():
     found = decided(HOPPER, "speedups=auto,+fp16", device="cuda")
     assert found["fp16"].on
     assert not found["bf16"].on
@@ -126,14 +126,14 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
         ("+bf16,+fp16", {"+fp16", "+bf16"}),
     ],
 )
-def test_two_named_speedups_for_one_slot_are_rejected_with_a_fix_for_each(request_, fixes):
-    with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
+def test_two_named_speedups_for_one_part_are_rejected_with_a_fix_for_each(request_, fixes):
+    with pytest.raises(ConfigError, match="both set 'precision'") as refused:
         on(request_, HOPPER, device="cuda")
     fix = refused.value.fix.removeprefix("Remove one of the two: ").removesuffix(".")
     assert {way.removeprefix("speedups=") for way in fix.split(" or ")} == fixes
     for way in fixes:
         assert len(on(way, HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
-    with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
+    with pytest.raises(ConfigError, match="both set 'precision'"):
         assemble(["bf16", "fp16"])
 
 
@@ -152,41 +152,47 @@ def test_the_fix_omits_the_speedup_that_cannot_run(request_, fix):
     assert refused.value.fix == f"Remove it: {fix}."
 
 
-GATHERS, GRAPHS = "auto,+bf16-gathers", "auto,+cuda-graphs"
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of a user's speedup that needs bf16."""
+    (tmp_path / "my_own.py").write_text(
+        "from flatout.assembly.speedup import Speedup, Tolerance\n"
+        "def apply(parts):\n    parts.gc = None\n"
+        'FAST = Speedup("fast", apply, "time", Tolerance.exact(), needs=("bf16",))\n'
+        "class Model: ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_own:FAST"
 
 
 @pytest.mark.parametrize(
     ("machine", "request_", "precision", "why", "fix", "without"),
     [
-        (HOPPER, f"{GATHERS},+fp16", "auto", "fp16, which was named, takes",
-         f"Replace fp16 with bf16: speedups={GATHERS},+bf16, or", "auto,+fp16"),
-        (HOPPER, GATHERS, "fp16", "train.precision=fp16", "Set train.precision=bf16, or", "auto"),
-        (HOPPER, f"{GRAPHS},-compile", "auto", "excluded",
-         f"Add compile: speedups={GRAPHS},+compile, or", "auto,-compile"),
-        (HOPPER, GRAPHS, "auto", "the run's duration is unknown",
-         f"Add compile: speedups={GRAPHS},+compile, or", "auto"),
-        (HOPPER, "bf16-gathers", "auto", "not among speedups",
-         "Add bf16: speedups=bf16-gathers,bf16, or", "none"),
-        (NARROW, GATHERS, "auto", "autocast also casts",
-         f"Add bf16: speedups={GATHERS},+bf16, or", "auto"),
-        (NARROW, "bf16-gathers,bf16-products", "bf16", "bf16-products, which was",
-         "Replace bf16-products with bf16: speedups=bf16-gathers,bf16, or", "bf16-products"),
-        (TURING, GATHERS, "auto", "bfloat16 needs compute", "", "auto"),
+        (HOPPER, "auto,+OWN,+fp16", "auto", "fp16, which was named, takes",
+         "Replace fp16 with bf16: speedups=auto,+OWN,+bf16, or", "auto,+fp16"),
+        (HOPPER, "auto,+OWN", "fp16", "train.precision=fp16", "Set train.precision=bf16, or",
+         "auto"),
+        (HOPPER, "auto,+OWN,-bf16", "auto", "excluded",
+         "Add bf16: speedups=auto,+OWN,+bf16, or", "auto,-bf16"),
+        (HOPPER, "OWN", "auto", "not among speedups", "Add bf16: speedups=OWN,bf16, or", "none"),
+        (NARROW, "auto,+OWN", "auto", "autocast also casts",
+         "Add bf16: speedups=auto,+OWN,+bf16, or", "auto"),
+        (NARROW, "OWN,bf16-products", "bf16", "bf16-products, which was",
+         "Replace bf16-products with bf16: speedups=OWN,bf16, or", "bf16-products"),
+        (TURING, "auto,+OWN", "auto", "bfloat16 needs compute", "", "auto"),
     ],
 )  # fmt: skip
 def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
-    machine, request_, precision, why, fix, without
+    machine, request_, precision, why, fix, without, own
 ):
-    name = "cuda-graphs" if "cuda-graphs" in request_ else "bf16-gathers"
-    device = "cuda" if machine.gpus else "cpu"
-    shard = f"parallel.shard={2 if name == 'bf16-gathers' else 1}"
-    with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
-        on(request_, machine, shard, f"train.precision={precision}", device=device)
-    leave = f"emove {name}: speedups={without}."
-    assert refused.value.fix == (f"{fix} r{leave}" if fix else f"R{leave}")
+    request, device = request_.replace("OWN", own), "cuda" if machine.gpus else "cpu"
+    with pytest.raises(ConfigError, match=f"needs 'bf16', which is off: .*{why}") as refused:
+        on(request, machine, f"train.precision={precision}", device=device)
+    leave = f"emove {own}: speedups={without}."
+    assert refused.value.fix == (f"{fix.replace('OWN', own)} r{leave}" if fix else f"R{leave}")
     other = f"train.precision={'auto' if 'train.precision' in fix else precision}"
     for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", refused.value.fix):
-        assemble(on(way, machine, shard, other, device=device))
+        assemble(on(way, machine, other, device=device))
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])
@@ -198,48 +204,37 @@ def test_a_demo_compiles_nothing(recipe):
 
 def test_stored_decisions_are_not_made_again():
     rows = "batch.rows_per_device=64"
-    stored = load_config(None, [rows, "batch.accumulate=1", "speedups=[tf32,micro-batch]"])
-    assert {d.name for d in stored_decisions(stored, CPU) if d.on} == {"tf32", "micro-batch"}
-    stored = stored.with_values({"speedups": ["tf32"]})
-    for stated, reason in (
-        ([], f"the micro-batch was chosen when the run started ({rows})"),
-        ([rows], f"{rows} is set."),
-    ):
-        found = stored_decisions(stored, CPU, requested=load_config(None, stated))
-        assert {d.name: d.reason for d in found}["micro-batch"] == reason
+    stored = load_config(None, [rows, "batch.accumulate=1", "speedups=[tf32]"])
+    found = {d.name: d for d in stored_decisions(stored, CPU)}
+    assert {name for name, decision in found.items() if decision.on} == {"tf32"}
+    assert found["tf32"].reason.startswith("as when the run started, but now: TF32 needs")
+    assert found["micro-batch"].reason == f"{rows} is set."
 
 
 @pytest.mark.parametrize("speedups", ["auto", "micro-batch", "auto,-micro-batch", "none"])
 def test_a_resumed_run_has_the_speedups_of_its_start(speedups, tiny_set):
+    """But the one that chose the rows, which are stored."""
     asked = [f"speedups={speedups}", f"data.path={tiny_set}", "data.seq_len=16"]
     requested = load_config(None, [*asked, "train.device=cpu"])
     resolved, chosen = resolve(requested, machine=CPU, dataset=Dataset.open(tiny_set), world_size=1)
-    again = stored_decisions(resolved, CPU, requested=requested)
-    assert [(d.name, d.on) for d in again] == [(d.name, d.on) for d in chosen]
+    assert speedups_on(stored_decisions(resolved, CPU)) == speedups_on(chosen)
 
 
-def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
-    (tmp_path / "my_own.py").write_text(
-        "from flatout.assembly.recipe import Tolerance, Speedup\n"
-        'FAST = Speedup(name="fast", saves="time", tolerance=Tolerance.exact(), '
-        'fills={"matmul": "high"})\n'
-        "class Model: ...\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert on("my_own:FAST") == {"my_own:FAST"}
-    assert assemble(on("auto,+my_own:FAST")).matmul == "high"
-    stored = stored_decisions(load_config(None, ["speedups=[my_own:FAST]"]), CPU)
-    assert {d.name for d in stored if d.on} == {"my_own:FAST"}
-    own_model = on("fused-attention,fast-scan", CPU, "model.kind=my_own:Model")
+def test_a_users_speedup_is_named_by_its_reference(own):
+    assert on(f"bf16,{own}") == {"bf16", own}
+    assert assemble(on(f"auto,+bf16,+{own}")).gc is None
+    stored = stored_decisions(load_config(None, [f"speedups=[{own}]"]), CPU)
+    assert {d.name for d in stored if d.on} == {own}
+    own_model = on("fused-attention,fused-heads", CPU, "model.kind=my_own:Model")
     assert "fused-attention" in own_model, "it does not say which ops it calls"
 
 
 def test_a_speedup_for_ops_that_the_model_does_not_call_is_off():
     found = decided(CPU, "model.kind=eigenstate")
-    assert "'eigenstate' makes no use of ops.attention" in found["fused-attention"].reason
-    assert found["fast-scan"].on
-    assert "'transformer' makes no use of ops.scan" in decided(CPU)["fast-scan"].reason
-    words = r"'fused-heads' cannot be used: .*makes no use of ops\.heads"
+    assert "'eigenstate' makes no use of attention" in found["fused-attention"].reason
+    found = decided(HOPPER, device="cuda")
+    assert "'transformer' makes no use of scan" in found["triton-scan"].reason
+    words = r"'fused-heads' cannot be used: .*makes no use of heads"
     with pytest.raises(HardwareError, match=words):
         on("auto,+fused-heads", CPU, "model.kind=eigenstate")
 
@@ -289,16 +284,16 @@ def test_a_precision_is_never_provided_by_a_speedup_that_is_omitted():
         on("auto,-bf16-products", TURING, "train.precision=bf16", device="cuda")
 
 
-def test_a_stated_precision_conflicts_with_a_named_speedup_for_its_slot():
-    with pytest.raises(ConfigError, match=r"both fill the slot 'ops\.cross_entropy'") as refused:
+def test_a_stated_precision_conflicts_with_a_named_speedup_for_its_part():
+    with pytest.raises(ConfigError, match=r"both set 'cross_entropy'") as refused:
         on("auto,+chunked-ce", NARROW, "train.precision=bf16")
     assert "speedups=auto" in refused.value.fix
     assert "train.precision=auto" in refused.value.fix
 
 
-def test_a_precision_is_provided_by_the_one_that_a_named_speedup_needs():
-    found = on("auto,+bf16-gathers", NARROW, "train.precision=bf16", "parallel.shard=2")
-    assert found & {"bf16", "bf16-products", "bf16-gathers"} == {"bf16", "bf16-gathers"}
+def test_a_precision_is_provided_by_the_one_that_a_named_speedup_needs(own):
+    found = on(f"auto,+{own}", NARROW, "train.precision=bf16")
+    assert found & {"bf16", "bf16-products", own} == {"bf16", own}
 
 
 def test_auto_and_edits_of_it_let_auto_decide_the_rest():

@@ -10,7 +10,7 @@ from torch import nn
 
 warnings.simplefilter("error")
 
-from flatout.assembly.recipe import zero_in_place  # noqa: E402
+from flatout.assembly.parts import zero_in_place  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.distributed.mesh import make_mesh, wrap  # noqa: E402
 from flatout.distributed.rendezvous import connect, disconnect  # noqa: E402

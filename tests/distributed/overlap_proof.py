@@ -19,7 +19,7 @@ warnings.filterwarnings(
     "ignore", "The .grad attribute of a Tensor that is not a leaf"
 )  # and asks tensors for gradients
 
-from flatout.assembly.selection import speedup_named  # noqa: E402
+from flatout.assembly.compiling import compile_model  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.distributed.mesh import make_mesh, wrap  # noqa: E402
 from flatout.distributed.rendezvous import connect, disconnect  # noqa: E402
@@ -61,7 +61,7 @@ def order(mesh, compiled):
 def main(report):
     ranks = connect("cpu")
     mesh = make_mesh(ParallelConfig(), "cpu", ranks)
-    by_compile = order(mesh, speedup_named("compile").fills["compilation"])
+    by_compile = order(mesh, compile_model)
     torch._dynamo.reset()
     whole = order(mesh, lambda core, _mesh: core.compile(dynamic=False))
     mesh.barrier()

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.selection import speedup_named
+from flatout.assembly.choices import assemble
 from flatout.config.sections import ParallelConfig
 from flatout.distributed.mesh import Mesh, make_mesh, wrap
 from flatout.models.transformer import Transformer
@@ -137,9 +136,10 @@ def test_blocks_that_are_recomputed_are_compiled(group_of_one, traced, layout, k
     sharded = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     if layout != "plain":
         mesh = replace(mesh, world_size=2, device_mesh=sharded if layout != "ddp" else None)
-    for name in filter(None, [kept, "compile-blocks"]):
-        for transform in Recipe().with_speedup(speedup_named(name)).transforms():
-            transform(core, mesh)
+    parts = assemble(filter(None, [kept, "compile-blocks"]))
+    if parts.activations:
+        parts.activations(core)
+    parts.compilation(core, mesh)
     before = traced()
     tokens_BT = torch.zeros(2, 8, dtype=torch.int64)
     wrap(core, mesh)(tokens_BT, tokens_BT.clone())[0].backward()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from flatout.assembly.selection import speedup_named
-from flatout.hardware.machine import Machine
+from flatout.assembly.choices import assemble, speedup_named
+from flatout.assembly.memory import gather_dtype
+from flatout.config.registry import MODELS
 
 pytestmark = pytest.mark.slow
 
-MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 LAYOUTS = {"fully_shard": (2, 2), "hsdp": (4, 2)}
 
 
-def reason(tiny_config, **changes):
-    return speedup_named("bf16-gathers").reason_against(MACHINE, tiny_config(**changes))
-
-
-def test_it_needs_sharded_weights_and_tolerates_rounding(tiny_config):
-    assert "sharded over several processes" in reason(tiny_config)
-    assert reason(tiny_config, parallel__shard=2) is None
-    assert "need fp32" in reason(tiny_config, parallel__shard=2, model__kind="eigenstate")
+def test_a_transformer_under_bf16_is_gathered_in_it():
+    for kind, speedups, dtype in (
+        ("transformer", ["bf16"], torch.bfloat16),
+        ("transformer", [], None),
+        ("eigenstate", ["bf16"], None),
+    ):
+        assert gather_dtype(MODELS.get(kind), assemble(speedups)) is dtype
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -49,6 +49,6 @@ def test_the_first_step_differs_only_in_gradients_of_norms_and_biases(report):
 
 
 def test_the_losses_stay_within_the_tolerance(report):
-    tolerance = speedup_named("bf16-gathers").tolerance
+    tolerance = speedup_named("bf16").tolerance
     assert tolerance.holds(report["narrow"], report["wide"])
     assert report["narrow"][-1] < report["narrow"][0]

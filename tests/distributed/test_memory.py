@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from flatout.assembly.memory import Workload, estimate, two_in_fp32
+from flatout.assembly.memory import Workload, estimate
+from flatout.assembly.parts import two_in_fp32
 from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, newton_schulz
@@ -46,9 +47,8 @@ def test_the_estimated_peak_is_the_measured_one(measured, mode):
         autocast=dtype,
         moments=two_in_fp32,
         num_shards=values.get("shard", 1),
-        whole_gradients=False,
         gathers=dtype,
-        transforms=(),
+        activations=None,
         document_mask=False,
         gradients_stay=False,
         optim=OptimConfig(),

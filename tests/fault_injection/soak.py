@@ -156,7 +156,8 @@ class Killed:
     def starts(self) -> int:
         """Return how many processes have begun to train."""
         return sum(
-            line.get("event") == "predicted" for line in LineReader(self.run / EVENTS).read()
+            line.get("event") in ("start", "resume")
+            for line in LineReader(self.run / EVENTS).read()
         )
 
     def kill(self, moment: str) -> bool:

@@ -11,9 +11,10 @@ from typing import get_args
 import pytest
 from made_up import OUT_OF_MEMORY, MadeUp
 
-from flatout.assembly.prediction import past_run, predict_time, read, runs_here
+from flatout.assembly.choices import Decision
+from flatout.assembly.measured import past_run, read, runs_here
+from flatout.assembly.prediction import predict_time
 from flatout.assembly.resolve import flops_per_token, resolve
-from flatout.assembly.selection import Decision
 from flatout.cli.commands.bench import Sweep
 from flatout.config.schema import load_config
 from flatout.display import terminal_text
@@ -211,12 +212,13 @@ def test_a_sweep_is_measured_like_an_ablation(bench, tmp_path, sweep, names):
 def test_real_trials_catch_a_loss_that_is_a_little_wrong(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"
-        "from flatout.assembly.recipe import Tolerance, Speedup\n"
+        "from flatout.assembly.speedup import Speedup, Tolerance\n"
         "def off(*arguments, **named):\n"
         "    loss_sum, num_valid = fused(*arguments, **named)\n"
         "    return loss_sum * (1 + 1e-5), num_valid\n"
-        "SPEEDUP = Speedup(name='alittleoff:SPEEDUP', saves='', tolerance=Tolerance.exact(), "
-        "fills={'ops.cross_entropy': off})\n"
+        "def apply(parts):\n"
+        "    parts.cross_entropy = off\n"
+        "SPEEDUP = Speedup('alittleoff:SPEEDUP', apply, '', Tolerance.exact())\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(benching, "SECONDS", 0.02)

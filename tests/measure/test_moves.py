@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.assembly.recipe import Tolerance
-from flatout.assembly.selection import adding, all_speedups, select
+from flatout.assembly.choices import adding, all_speedups, select
+from flatout.assembly.speedup import Tolerance
 from flatout.cli.commands.tune import parse_only
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
@@ -93,10 +93,10 @@ def limited_to(most, *known):
     return Space(START, ("batch",), known, [], (1, 2, 4, 8, 16, 32), obstacle)
 
 
-def test_a_move_takes_the_slot_of_its_rival_and_needs_its_needs():
+def test_a_move_takes_the_place_of_its_rival_and_needs_its_needs():
     setting = Setting(frozenset({"selective-checkpointing", "prefetch"}))
     assert CHECKPOINTING.apply(setting).on == {"checkpointing", "prefetch"}
-    assert SpeedupMove("+ x", frozenset({"cuda-graphs"})).apply(Setting()) is None
+    assert SpeedupMove("+ x", frozenset({"length-buckets"})).apply(Setting()) is None
     other = Setting(frozenset({"prefetch"})).but({ROWS: 2, "data.prefetch": 4})
     start = replace(START, on=frozenset({"fused-adamw"}))
     assert other.beyond(start) == f"{ROWS}=2, + prefetch, - fused-adamw"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.assembly.recipe import Tolerance
+from flatout.assembly.speedup import Tolerance
 from flatout.errors import Interrupted
 from flatout.measure import race as racing
 from flatout.measure.race import Figure, Race, TimeIsUp, difference, figure_of, mean_of

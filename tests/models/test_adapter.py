@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.assembly.selection import select
+from flatout.assembly.choices import select
 from flatout.cli.commands.eval import evaluate
 from flatout.config.registry import MODELS
 from flatout.config.schema import load_config, validate
@@ -248,7 +248,7 @@ def test_checkpointing_recomputes_the_modules_own_layers(stacked):
 
 
 def test_compiling_by_layer_compiles_the_modules_own_layers(stacked, monkeypatch):
-    monkeypatch.setitem(importlib.import_module("flatout.speedups.compile").MOST_BLOCKS, "cpu", 2)
+    monkeypatch.setitem(importlib.import_module("flatout.assembly.compiling").MOST_WHOLE, "cpu", 2)
     plain, _ = stacked("plain", speedups="none")
     compiled, calls = stacked("compiled", speedups=["compile"])
     assert calls == 0, "every training pass ran compiled layers"

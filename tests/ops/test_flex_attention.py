@@ -17,8 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as torch_flex
 
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.selection import speedup_named
+from flatout.assembly.choices import assemble
 from flatout.models import transformer
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention
@@ -109,9 +108,11 @@ def test_a_micro_batch_builds_each_mask_once(built, monkeypatch, way):
     model = Transformer(config, Ops.plain(attention=attention.flex))
     plain = Transformer(config, Ops.plain())
     plain.load_state_dict(model.state_dict())
-    for name in way:
-        (transform,) = Recipe().with_speedup(speedup_named(name)).transforms()
-        transform(model, None)
+    parts = assemble(way)
+    if parts.activations:
+        parts.activations(model)
+    if parts.compilation:
+        parts.compilation(model, None)
     tokens_BT = torch.randint(64, (2, 256), dtype=torch.int64)
     doc_ids_BT = (torch.arange(256) >= 100).int().expand(2, -1)
     losses = [each(tokens_BT, tokens_BT.clone(), doc_ids_BT)[0] for each in (model, plain)]

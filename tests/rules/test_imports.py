@@ -72,7 +72,7 @@ TRAINING = (
     "divergence",
     "loop",
     "run_plan",
-    "predicting",
+    "rates",
     "finish",
     "run",
 )

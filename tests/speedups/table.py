@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.selection import all_speedups
+from flatout.assembly.choices import all_speedups
 
 
 def row(speedup) -> str:

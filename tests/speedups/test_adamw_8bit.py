@@ -8,11 +8,8 @@ import sys
 import pytest
 import torch
 
-from flatout.assembly import recipe
-from flatout.assembly.memory import estimate
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import speedup_named
+from flatout.assembly import speedup
+from flatout.assembly.memory import estimate, workload_of
 from flatout.config.registry import SPEEDUPS
 from flatout.errors import CheckpointError, MissingPackage
 from flatout.hardware.machine import probe
@@ -171,8 +168,7 @@ def test_the_memory_estimate_equals_the_optimizer_state(build_run, tiny_config):
     steps(run, 1)
     states = run.optimizers[0].state.values()
     kept = sum(state[name].nbytes for state in states for name in state.keys() - {"step"})
-    recipe = Recipe().with_speedup(speedup_named(NAME))
-    assert estimate(workload_of(run.config, recipe), 1).optimizer == kept
+    assert estimate(workload_of(run.config), 1).optimizer == kept
     assert kept < 0.5 * sum(8 * p.numel() for p in run.core.parameters())
 
 
@@ -184,7 +180,7 @@ def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_c
         adamw_8bit([], KEYWORDS)
     install = 'pip install "flatout[adamw-8bit]"'
     assert install in str(raised.value)
-    monkeypatch.setattr(recipe, "find_spec", lambda _: None)
+    monkeypatch.setattr(speedup, "find_spec", lambda _: None)
     assert install in SPEEDUPS.get(NAME).why_not(None, tiny_config())
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.assembly.recipe import zero_in_place
-from flatout.assembly.selection import select, speedup_named
-from flatout.errors import ConfigError
+from flatout.assembly.choices import select, speedup_named
+from flatout.assembly.compiling import record_graphs
+from flatout.assembly.parts import zero_in_place
 from flatout.hardware.machine import Gpu, Machine
 from flatout.training.run import run_training
 from flatout.training.step import train_step
@@ -30,9 +30,11 @@ def test_why_not(tiny_config):
     )
 
 
-def test_it_needs_compile(tiny_config):
-    with pytest.raises(ConfigError, match="'cuda-graphs' needs 'compile', which is off"):
-        select(tiny_config(train__device="cuda", speedups=["cuda-graphs"]), GPU, device="cuda")
+def test_it_takes_the_place_of_compile(tiny_config):
+    config = tiny_config(train__device="cuda", speedups="auto,+cuda-graphs")
+    found = {one.name: one for one in select(config, GPU, device="cuda", minutes=60.0)}
+    assert found["cuda-graphs"].on
+    assert found["compile"].reason == "cuda-graphs, which was named, takes its place"
 
 
 def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
@@ -41,7 +43,7 @@ def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda call, **options: calls.append(options) or call)
     model = nn.Linear(2, 2)
     names = list(model.state_dict())
-    SPEEDUP.fills["cuda_graphs"](model, SimpleNamespace(shard=1))
+    record_graphs(model, SimpleNamespace(shard=1))
     for _ in range(2):
         model(torch.ones(1, 2))
     assert calls == [{"dynamic": False, "options": {"triton.cudagraphs": True}}, "step", "step"]
@@ -51,7 +53,7 @@ def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
 def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
     """As on a GPU, except for the graphs: the losses equal those with dropped gradients."""
     plain, kept = build_run(tiny_config()), build_run(tiny_config())
-    kept.recipe = kept.recipe.with_parts(zero_grad=zero_in_place)
+    kept.parts.zero_grad = zero_in_place
     zero_in_place(kept.core.parameters())
     places = [p.grad.data_ptr() for p in kept.core.parameters()]
     for _ in range(3):
@@ -72,7 +74,7 @@ def test_frozen_parameters_get_no_gradient():
 def test_losses_equal_those_of_compile(tiny_config, tmp_path, precision):
     """Two micro-batches per step, and evaluation between steps, expose overwritten memory."""
     found = {}
-    for speedups in ("auto,+compile", "auto,+compile,+cuda-graphs"):
+    for speedups in ("auto,+compile", "auto,+cuda-graphs"):
         folder = tmp_path / str(len(found))
         changes = {
             "train__device": "cuda",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout.assembly.selection import speedup_named
+from flatout.assembly.choices import speedup_named
 from flatout.hardware.machine import Gpu, Machine
 from flatout.speedups.cudnn_autotune import benchmarking
 

@@ -6,12 +6,14 @@ Without a GPU the rounding is emulated.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flatout.assembly import recipe
-from flatout.assembly.selection import speedup_named
+from flatout.assembly import speedup
+from flatout.assembly.choices import assemble, speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import MissingPackage
 from flatout.hardware.machine import Gpu, Machine
@@ -29,11 +31,13 @@ def machine(capability):
 
 
 @pytest.fixture
-def low(monkeypatch):
-    """Replace small matmuls too, on a CPU."""
+def narrow(monkeypatch):
+    """The module of fp8 matmuls, which takes small ones too."""
     pytest.importorskip("torchao")
-    monkeypatch.setattr(fp8, "FEWEST_WEIGHTS", LARGE)
-    return fp8.to_fp8
+    from flatout.speedups.fp8 import linear
+
+    monkeypatch.setattr(linear, "FEWEST_WEIGHTS", LARGE)
+    return linear
 
 
 def losses(run, count=20):
@@ -46,34 +50,33 @@ def losses(run, count=20):
 
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
 def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
-    kind, low, build_run, tiny_config, tmp_path
+    kind, narrow, build_run, tiny_config, tmp_path, monkeypatch
 ):
     options = {"train__steps": 20, "train__precision": "auto", "optim__lr": 2e-3}
     config = tiny_config(model__kind=kind, **options, speedups="bf16")
     plain, fast = build_run(config, tmp_path / "plain"), build_run(config, tmp_path / "fast")
-    names = list(fast.core.state_dict())
-    low(fast.core, fast.mesh)
-    assert list(fast.core.state_dict()) == names
-    modules = fast.core.named_modules()
-    layers = {n: m for n, m in modules if hasattr(m, "weight") and hasattr(m, "ops")}
-    taken = {name for name, layer in layers.items() if layer.ops.linear is not fast.core.ops.linear}
-    large = {name for name, layer in layers.items() if layer.weight.numel() >= LARGE}
-    assert taken == {name for name in large if name.startswith("blocks.")}
-    assert {name.rpartition(".")[2] for name in taken} >= {"up", "down"}
-    assert len(taken) < len(layers)
+    fast.core.set_ops(replace(fast.core.ops, linear=narrow.fp8))
+    taken, multiply = set(), narrow.matmul_with_hp_or_float8_args
+    narrowed = SimpleNamespace(
+        apply=lambda *args: taken.add(args[1].shape[::-1]) or multiply.apply(*args)
+    )
+    monkeypatch.setattr(narrow, "matmul_with_hp_or_float8_args", narrowed)
     before, after = losses(plain), losses(fast)
+    matrices = {p.shape for n, p in fast.core.named_parameters() if "blocks" in n and p.dim() == 2}
+    assert taken == {shape for shape in matrices if shape.numel() >= LARGE}
+    assert taken < matrices
     assert after != before
     assert after[-1] < after[0] - 0.1
     assert after == pytest.approx(before, rel=2e-2)
     read_write.load(plain, savers.save(fast))
 
 
-def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
+def test_a_bad_step_leaves_no_trace(narrow, build_run, tiny_config, tmp_path):
     """Scales come from the numbers at hand: no history of them remembers a NaN or an infinity."""
     config = tiny_config(train__precision="auto", speedups="bf16")
     run, twin = (build_run(config, tmp_path / name) for name in "ab")
     for each in (run, twin):
-        low(each.core, each.mesh)
+        each.core.set_ops(replace(each.core.ops, linear=narrow.fp8))
         losses(each, 2)
     next(twin.loader)
     spoil = lambda _, inputs: (inputs[0] * torch.nan, *inputs[1:])  # noqa: E731
@@ -112,19 +115,20 @@ SMALL = "The largest matmul of a block has 2.4 million weights. fp8 pays off fro
     ],
 )
 def test_why_not(name, capability, settings, reason, monkeypatch):
-    monkeypatch.setattr(recipe, "find_spec", lambda _: "there")
+    monkeypatch.setattr(speedup, "find_spec", lambda _: "there")
     config = load_config().with_values({"train.device": "cuda"} | settings)
     found = speedup_named(name).why_not(machine(capability), config)
     assert found is None if reason is None else reason in found
 
 
 def test_missing_torchao_is_reported_with_its_install_line(monkeypatch):
-    monkeypatch.setattr(recipe, "find_spec", lambda _: None)
+    monkeypatch.setattr(speedup, "find_spec", lambda _: None)
     config = load_config().with_values({"train.device": "cuda"})
     assert 'pip install "flatout[fp8]"' in fp8.SPEEDUP.why_not(machine((9, 0)), config)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    monkeypatch.delitem(sys.modules, "flatout.speedups.fp8.linear", raising=False)
     with pytest.raises(MissingPackage, match="torchao") as raised:
-        fp8.fp8_linear(emulate=True)
+        assemble(["fp8"])
     assert 'pip install "flatout[fp8]"' in str(raised.value)
 
 
@@ -139,12 +143,12 @@ def with_gradients(function, shape, width_in, width_out, dtype, *, bias):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_fp8_is_close_to_bf16_forward_and_backward(bias):
+def test_fp8_is_close_to_bf16_forward_and_backward(narrow, monkeypatch, bias):
     """e4m3 has three bits of mantissa, e5m2 two: a few percent of a product of random numbers."""
-    pytest.importorskip("torchao")
+    monkeypatch.setattr(narrow, "FEWEST_WEIGHTS", 0)
     case = ((4, 16), 64, 48)
     wanted = with_gradients(linear.reference, *case, torch.bfloat16, bias=bias)
-    found = with_gradients(fp8.fp8_linear(emulate=True), *case, torch.bfloat16, bias=bias)
+    found = with_gradients(narrow.fp8, *case, torch.bfloat16, bias=bias)
     for got, want in zip(found[:3], wanted[:3], strict=True):
         assert got.dtype == torch.bfloat16
         assert 5e-3 * want.norm() < (got - want).norm() < 0.1 * want.norm()
@@ -153,9 +157,9 @@ def test_fp8_is_close_to_bf16_forward_and_backward(bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_sizes_and_dtypes_that_the_hardware_cannot_multiply_fall_back(dtype):
-    pytest.importorskip("torchao")
-    functions = linear.reference, fp8.fp8_linear(emulate=True)
+def test_sizes_and_dtypes_that_the_hardware_cannot_multiply_fall_back(narrow, monkeypatch, dtype):
+    monkeypatch.setattr(narrow, "FEWEST_WEIGHTS", 0)
+    functions = linear.reference, narrow.fp8
     for case in (((5,), 64, 48), ((16,), 60, 48), ((16,), 64, 40), ((0,), 64, 48)):
         wanted, found = (with_gradients(each, *case, dtype, bias=True) for each in functions)
         assert all(map(torch.equal, found, wanted))
@@ -164,15 +168,13 @@ def test_sizes_and_dtypes_that_the_hardware_cannot_multiply_fall_back(dtype):
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_gpu_multiplies_as_emulated(compiled):
-    pytest.importorskip("torchao")
+def test_a_gpu_multiplies_as_emulated(narrow, monkeypatch, compiled):
+    monkeypatch.setattr(narrow, "FEWEST_WEIGHTS", 0)
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs an NVIDIA GPU that multiplies fp8")
-    function, emulated = fp8.fp8_linear(emulate=False), fp8.fp8_linear(emulate=True)
-    if compiled:
-        function = torch.compile(function)
+    function = torch.compile(narrow.fp8) if compiled else narrow.fp8
     results = []
-    for device, multiply in (("cuda", function), ("cuda", linear.reference), ("cpu", emulated)):
+    for device, multiply in (("cuda", function), ("cuda", linear.reference), ("cpu", narrow.fp8)):
         generator = torch.Generator().manual_seed(1)
         hidden, weight, grad = (
             torch.randn(size, generator=generator).to(device, torch.bfloat16)

@@ -12,7 +12,13 @@ import pytest
 from table import tables
 
 import flatout.speedups
-from flatout.assembly.selection import all_speedups, assemble, parse_request, select
+from flatout.assembly.choices import (
+    all_speedups,
+    assemble,
+    parse_request,
+    select,
+    speedups_for,
+)
 from flatout.cli.commands.list import list_entries
 from flatout.config import registry
 from flatout.config.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
@@ -20,7 +26,7 @@ from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.bench import SWEEPS, precisions
-from flatout.measure.moves import ablation, filling
+from flatout.measure.moves import ablation
 from flatout.measure.resolving import Resolved
 
 MACHINES = {
@@ -30,11 +36,16 @@ MACHINES = {
 CONFIGS = ([], ["optim.kind=muon"], ["model.kind=eigenstate"], ["data.document_mask=true"])
 ADDED = '''"""Adds nothing."""
 
-from flatout.assembly.recipe import Off, On, Tolerance, Speedup
+from flatout.assembly.speedup import Off, On, Speedup, Tolerance
+
+
+def apply(parts):
+    parts.cudnn_benchmark = None
+
 
 SPEEDUP = Speedup(
     name="brand-new",
-    fills={"cudnn_benchmark": None},
+    apply=apply,
     saves="nothing",
     tolerance=Tolerance.exact(),
     rank=205,
@@ -71,7 +82,7 @@ def require_everything_works(names: set[str]) -> None:
             assert {decision.name for decision in decisions} == names
             assemble(d.name for d in decisions if d.on)
             assert ablation(config, Resolved(config, decisions, machine, None))
-    assert {*precisions(), *filling("loader"), *filling("micro_batch")} <= names
+    assert {*precisions(), *speedups_for("loader"), *speedups_for("most_rows")} <= names
     for name in names:
         assert parse_request(f"auto,-{name}").dropped == (name,)
 

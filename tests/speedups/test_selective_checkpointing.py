@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.selection import speedup_named
+from flatout.assembly.choices import assemble
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, linear, scan_passes  # noqa: F401
 from flatout.speedups.selective_checkpointing import KEPT
@@ -30,8 +29,7 @@ def calls(*speedups, ops):
     shape = {"vocab_size": 64, "num_layers": 2, "d_model": 16, "num_heads": 2}
     model = Transformer(Transformer.check(shape, seq_len=8), ops)
     for name in speedups:
-        (transform,) = Recipe().with_speedup(speedup_named(name)).transforms()
-        transform(model, None)
+        assemble([name]).activations(model)
     tokens_BT = torch.zeros(2, 8, dtype=torch.int64)
     with Count() as counted:
         model(tokens_BT, tokens_BT.clone())[0].backward()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.assembly import recipe
-from flatout.assembly.selection import select
+from flatout.assembly import speedup
+from flatout.assembly.choices import select
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
 from flatout.hardware.machine import Gpu, Machine
@@ -25,10 +25,10 @@ def decided(machine, *overrides, device="cuda"):
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr(recipe, "find_spec", lambda name: object())
+    monkeypatch.setattr(speedup, "find_spec", lambda name: object())
 
 
-def test_auto_prefers_it_to_fast_scan_on_a_gpu():
+def test_auto_uses_it_on_a_gpu():
     found = decided(gpu((9, 0)))
     assert found["triton-scan"][0]
     assert found["fast-scan"] == (False, "triton-scan is on and replaces it")
@@ -41,9 +41,9 @@ def test_auto_prefers_it_to_fast_scan_on_a_gpu():
         (
             gpu((6, 1)),
             [],
-            "needs compute capability 7.0. The a GPU has 6.1. Use fast-scan instead.",
+            "needs compute capability 7.0. The a GPU has 6.1.",
         ),
-        (gpu((9, 0)), ["model.kind=transformer"], "makes no use of ops.scan"),
+        (gpu((9, 0)), ["model.kind=transformer"], "makes no use of scan"),
     ],
 )
 def test_where_it_cannot_run_a_reason_is_given(machine, overrides, reason):
@@ -51,13 +51,11 @@ def test_where_it_cannot_run_a_reason_is_given(machine, overrides, reason):
     on, why = found["triton-scan"]
     assert not on
     assert reason in why
-    assert found["fast-scan"][0] or "model.kind=transformer" in overrides
 
 
-def test_without_triton_it_names_the_install_line_and_fast_scan_stays(monkeypatch):
-    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
+def test_without_triton_it_names_the_install_line(monkeypatch):
+    monkeypatch.setattr(speedup, "find_spec", lambda name: None)
     found = decided(gpu((9, 0)))
     assert "pip install triton" in found["triton-scan"][1]
-    assert found["fast-scan"][0]
     with pytest.raises(HardwareError, match="pip install triton"):
         decided(gpu((9, 0)), "speedups=triton-scan")

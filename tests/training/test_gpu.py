@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout.assembly.selection import all_speedups
+from flatout.assembly.choices import all_speedups
 from flatout.errors import Stopped
 from flatout.hardware.machine import probe
 from flatout.inference.generate import Sampling, sample

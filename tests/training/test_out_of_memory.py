@@ -43,7 +43,7 @@ def test_a_large_chunk_size_is_suggested_before_fewer_rows(tiny_config, tmp_path
         "model__kind": "eigenstate",
         "data__seq_len": 512,
         "batch__tokens_per_step": 2048,
-        "speedups": "fast-scan",
+        "speedups": "none",
     }
     with pytest.raises(RunFailed, match=r"Set model\.chunk_size=64: it changes no result"):
         run_training(tiny_config(**wide, model__chunk_size=512), tmp_path / "wide")

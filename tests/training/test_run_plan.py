@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flatout.assembly import resolve as resolving
-from flatout.assembly.prediction import hardware_name, keep
+from flatout.assembly.choices import Gain
+from flatout.assembly.measured import hardware_name, keep
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import Gain
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.mix import open_data
 from flatout.distributed.rendezvous import Ranks

@@ -214,10 +214,10 @@ def test_a_run_in_host_memory_resumes_with_and_without(recipe, tmp_path, losses,
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-4)
 
 
-def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path, losses):
+def test_a_run_of_two_resumes_on_one(recipe, tmp_path, losses):
     """One process then has all micro-batches and no gradients to synchronise."""
     run_training(load_config(recipe), tmp_path / "whole")
-    named = "speedups=auto,-compile,+deferred-sync"
+    named = "speedups=auto,-compile"
     several(recipe, tmp_path / "run", named, "checkpoint.every_steps=4", "checkpoint.keep=9")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-8")
     resumed = run_training(load_config(recipe, [named]), tmp_path / "run")

@@ -149,7 +149,7 @@ def test_a_signal_while_compiling_takes_effect_at_once(start, recipe, tmp_path):
     process = start(
         *FLATOUT, "train", name, "--run-dir", "run", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")
     )
-    wait_until(lambda: "predicted" in kinds(tmp_path / "run"), process)
+    wait_until(lambda: "speedup" in kinds(tmp_path / "run"), process)
     time.sleep(0.5)
     children = descendants(process)
     process.send_signal(signal.SIGTERM)
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_exits_while_a_save_hangs(start, recipe, tmp_path):
     name = recipe(train__steps=100_000, speedups="auto,-compile,+async-checkpoints")
     words = ("train", name, "--run-dir", "run")
     process = start(sys.executable, "-c", BLOCKED_SAVES, *words)
-    wait_until(lambda: "predicted" in kinds(tmp_path / "run"), process)
+    wait_until(lambda: "speedup" in kinds(tmp_path / "run"), process)
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saving\n"
     time.sleep(1.1)  # sooner, it would be the first request arriving twice

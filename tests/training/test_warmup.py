@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from flatout.assembly.compiled_code import compile_cost
-from flatout.assembly.selection import Decision
+from flatout.assembly.choices import Decision
+from flatout.assembly.compiling import compile_cost
 from flatout.progress import SILENT
 from flatout.training.evaluation import batch_shapes, score
 from flatout.training.signals import StopRequests, WorkInterrupted

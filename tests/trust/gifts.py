@@ -19,9 +19,9 @@ from pathlib import Path
 Path({marker!r}).touch()
 from flatout.models.transformer import MODEL as Model
 from flatout.optim.adamw import OPTIMIZER as Optimizer
-from flatout.assembly.recipe import Tolerance, Speedup as Kind
+from flatout.assembly.speedup import Speedup as Kind, Tolerance
 from flatout.training.metrics.loggers import Logger
-Speedup = Kind(name="gift", saves="nothing", tolerance=Tolerance.exact())
+Speedup = Kind("gift", lambda parts: None, "nothing", Tolerance.exact())
 """
 
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from flatout.assembly.prediction import gains_here
-from flatout.assembly.selection import is_measured, select, speedup_named
+from flatout.assembly.choices import is_measured, select, speedup_named
+from flatout.assembly.measured import gains_here
 from flatout.cli.commands import Command
 from flatout.config.registry import (
     ARCHITECTURES,

@@ -11,18 +11,19 @@ from typing import Annotated
 from pydantic import ValidationError
 
 from flatout.assembly import preflight
-from flatout.assembly.preflight import for_world_size, resolve_batch
+from flatout.assembly.batch import for_world_size, with_batch
 from flatout.cli.commands import Command, Overrides, RecipeName, TrustCode
 from flatout.cli.commands.eval import DatasetScore
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Option, checked
 from flatout.display import Display, Show, amount, displayed, duration, gib, loss, quoted, rate
-from flatout.distributed.launch import num_processes, replicas
+from flatout.distributed.launch import num_processes
+from flatout.distributed.layout import layout_of
 from flatout.errors import CheckpointError, in_shell
 from flatout.hardware.machine import probe
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.cache import default_cache
-from flatout.storage.json_io import JsonObject, Result
+from flatout.storage.json_io import Result
 from flatout.storage.recognised import require_local
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir.layout import EVENTS, read_config
@@ -32,12 +33,6 @@ from flatout.training.run_dir.runlog import RunLog
 
 SAMPLE_LINES = 12
 """Most lines of a sample that are shown at the end: all of it is in events.jsonl."""
-
-
-def prediction(predicted: JsonObject) -> str:
-    """Return what was predicted of a run, under the names of the measured metrics."""
-    forms = {"wall_s": duration, "peak_gib": gib, "tokens_per_s": rate}
-    return ", ".join(form(predicted[name]) for name, form in forms.items() if predicted.get(name))
 
 
 class TrainResult(Result):
@@ -92,11 +87,6 @@ class TrainResult(Result):
     """Seconds over all resumes."""
     resumed_from: str | None
     """Checkpoint that this process resumed from."""
-    predicted: Annotated[JsonObject | None, Show("Predicted", prediction, unknown="")] = None
-    """What was predicted before the first step, under the names of the measured metrics.
-
-    It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from. Null in
-    runs of earlier versions."""
     weights_sha256: str
     """Digest of the files of the final weights: equal runs of as many processes have equal ones."""
 
@@ -262,8 +252,7 @@ def processes(
     if count > 1:
         stored = read_config(Path(run or RUNS / run_name(recipe, overrides or ())))
         if stored is None:
-            replicas(config.parallel, count)
-            resolve_batch(config, count)
+            with_batch(config, layout_of(config.parallel, count))
         else:
             for_world_size(stored, count)
     return count

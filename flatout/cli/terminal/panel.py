@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flatout.assembly.choices import speedups_for
 from flatout.cli.terminal.lines import OpenTask, Terminal
 from flatout.display import amount, quoted, rate
 from flatout.progress import counted
@@ -41,13 +42,13 @@ DEVICE = {
 
 def settings_of(run: Any) -> str:
     """Return the precision, the optimizer and the batch of a run."""
-    config, batch, filled = run.config, run.config.batch, run.recipe.filled_by
-    fused = filled.get("optimizer", "adamw").replace("-", " ")
+    config, batch = run.config, run.config.batch
+    optimizer = next(iter(speedups_for("optimizer", run.speedups)), "adamw").replace("-", " ")
     parts = [
-        f"{run.recipe.arithmetic(config.train.device)} matmuls",
-        "compiled" if "compilation" in filled else "eager",
-        fused if config.optim.kind == "adamw" else config.optim.kind,
-        *([filled["activations"]] if "activations" in filled else []),
+        f"{run.arithmetic} matmuls",
+        "compiled" if speedups_for("compilation", run.speedups) else "eager",
+        optimizer if config.optim.kind == "adamw" else config.optim.kind,
+        *speedups_for("activations", run.speedups),
     ]
     sizes = {"micro-batches": batch.accumulate or 1, "devices": run.mesh.dp_size}
     product = "".join(f" x {size:,} {name}" for name, size in sizes.items() if size > 1)

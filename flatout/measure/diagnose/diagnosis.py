@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from flatout.assembly.selection import adding, parse_request, removing
+from flatout.assembly.choices import adding, parse_request, removing
 from flatout.config.schema import RunConfig
 from flatout.display import Column, Display, Show, Table, displayed, duration, milliseconds
 from flatout.measure.evidence import Evidence

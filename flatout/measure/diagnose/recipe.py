@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flatout.assembly.memory import estimate, memory_bytes, most_rows
+from flatout.assembly.memory import estimate, memory_bytes, workload_of
+from flatout.assembly.prediction import most_rows
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.recipe import Tolerance
-from flatout.assembly.resolve import epoch_tokens, known_peak, workload_of
+from flatout.assembly.resolve import epoch_tokens, known_peak
+from flatout.assembly.speedup import Tolerance
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.data.store.mix import members_of
 from flatout.errors import CheckpointError, DataError, FlatoutError, HardwareError, MissingPackage

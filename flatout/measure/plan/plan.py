@@ -13,31 +13,25 @@ from typing import Any
 
 import psutil
 
-from flatout.assembly.memory import Capacity, capacity_of, most_rows, trace_memory
+from flatout.assembly.choices import Decision, adding, all_speedups, parts_of
+from flatout.assembly.measured import past_run, runs_here, speedups_on
+from flatout.assembly.memory import Capacity, capacity_of, workload_of
+from flatout.assembly.parts import divisors
 from flatout.assembly.prediction import (
-    GIB,
     MemoryPrediction,
     TimePrediction,
-    past_run,
+    most_rows,
     predict_time,
-    runs_here,
-    speedups_on,
+    trace_memory,
 )
 from flatout.assembly.preflight import open_dataset, require_machine
-from flatout.assembly.recipe import divisors
-from flatout.assembly.resolve import (
-    checkpointing_notes,
-    known_peak,
-    resolve,
-    workload_of,
-)
-from flatout.assembly.selection import Decision, adding, all_speedups, recipe_of
+from flatout.assembly.resolve import checkpointing_notes, known_peak, resolve
 from flatout.config.schema import RunConfig
 from flatout.config.sections import ParallelConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, HardwareError
-from flatout.hardware.machine import Machine, pick_device, probe
+from flatout.hardware.machine import GIB, Machine, pick_device, probe
 from flatout.hardware.roofline import Peak
 from flatout.measure.plan.result import Alternative, Change, Plan
 from flatout.models.language_model import LanguageModel, model_of
@@ -52,15 +46,14 @@ LONG = 8_192
 """Tokens of rows from which several GPUs may share one."""
 TOUCH_MEMORY = {
     "activations",
-    "gather_dtype",
-    "low_precision",
+    "attention",
+    "cross_entropy",
+    "linear",
     "moments",
-    "ops.attention",
-    "ops.cross_entropy",
     "optimizer",
     "precision",
 }
-"""Slots of speedups that may need less memory."""
+"""Parts of a run that may need less memory."""
 
 
 def make_plan(
@@ -175,7 +168,7 @@ class Target:
 
     def peak(self, config: RunConfig) -> Peak | None:
         """Return the rate of matmuls in the arithmetic of a resolved run, if it is known."""
-        dtype = recipe_of(config).arithmetic(self.device)
+        dtype = parts_of(config).arithmetic(self.device)
         return None if self.is_missing else known_peak(self.machine, self.device, dtype)
 
     def fits(self, memory: MemoryPrediction | None) -> bool | None:
@@ -320,7 +313,7 @@ def changes_of(
     tried = [
         ({"speedups": adding(requested.speedups, [one.name])}, one.tolerance.kind)
         for one in all_speedups()
-        if TOUCH_MEMORY & one.fills.keys()
+        if TOUCH_MEMORY & one.sets
     ]
     pinned = requested.with_values(
         {

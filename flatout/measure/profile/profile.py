@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.assembly.selection import recipe_of
+from flatout.assembly.choices import parts_of
 from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
 from flatout.errors import ConfigError, RunFailed
@@ -88,7 +88,7 @@ def run_profile(
             request,
             out,
             recipe=config.name,
-            arithmetic=recipe_of(resolved.config).arithmetic(device),
+            arithmetic=parts_of(resolved.config).arithmetic(device),
             speedups=tuple(resolved.speedups),
         )
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
-from flatout.assembly.recipe import divisors
-from flatout.assembly.selection import all_speedups
+from flatout.assembly.choices import speedups_for
+from flatout.assembly.parts import divisors
 from flatout.config.schema import RunConfig
 from flatout.display import Display, digits, milliseconds
 from flatout.measure.evidence import CallSite, Evidence
@@ -177,17 +177,13 @@ def is_off(evidence: Evidence, speedup: str) -> bool:
     return evidence.config is not None and speedup not in (evidence.speedups or ())
 
 
-def speedup(slot: str, text: str) -> Way:
-    """Return the remedy to turn on the first speedup that fills a slot, if it is off.
+def speedup(part: str, text: str) -> Way:
+    """Return the remedy to turn on the first speedup that sets a part of a run, if it is off.
 
-    By its slot, a finding needs no speedup's name.
+    By the part, a finding needs no speedup's name.
     """
     return lambda evidence, _: next(
-        (
-            (text, {"speedups": f"+{each.name}"})
-            for each in all_speedups()
-            if slot in each.fills and is_off(evidence, each.name)
-        ),
+        ((text, {"speedups": f"+{name}"}) for name in speedups_for(part) if is_off(evidence, name)),
         None,
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.assembly.recipe import Tolerance
+from flatout.assembly.speedup import Tolerance
 from flatout.distributed.spinning import say_if_busy
 from flatout.errors import RunFailed, in_shell
 from flatout.measure.attach.request import Answer, Request, Timing

@@ -5,8 +5,8 @@ from importlib.metadata import version
 
 import pytest
 
-from flatout.assembly.prediction import keep
-from flatout.assembly.selection import Gain, all_speedups
+from flatout.assembly.choices import Gain, all_speedups
+from flatout.assembly.measured import keep
 from flatout.cli.commands import list as list_command
 from flatout.cli.commands.list import FOLDERS, list_entries
 from flatout.config.registry import SPEEDUPS
@@ -83,8 +83,8 @@ def test_speedups_are_on_or_off_with_a_reason_that_is_never_cut():
 
 def test_a_speedup_of_your_own_is_listed(tmp_path, monkeypatch, recipe):
     (tmp_path / "listed_own.py").write_text(
-        "from flatout.assembly.recipe import Tolerance, Speedup\n"
-        'FAST = Speedup(name="fast", saves="time", tolerance=Tolerance.exact())\n'
+        "from flatout.assembly.speedup import Speedup, Tolerance\n"
+        'FAST = Speedup("fast", lambda parts: None, "time", Tolerance.exact())\n'
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     own = by_name(list_entries("speedups", recipe("speedups: auto,+listed_own:FAST\n")))[

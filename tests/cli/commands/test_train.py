@@ -28,7 +28,6 @@ RESULT = {
     "resumed_from": None,
     "weights_sha256": "0",
 }
-PREDICTED = {"wall_s": 130.24, "tokens_per_s": 19_110.6, "peak_gib": 0.9}
 
 
 def shown(folder, **more):
@@ -63,7 +62,6 @@ def test_the_result_shows_the_last_sample_and_the_numbers(tmp_path):
         ({"steps": 1, "peak_gib": 0.004}, "1 step, 2.0 M tokens in 1 min 58 s, 4.1 MiB peak"),
         ({"mfu_of": None}, "MFU      unknown: no peak rate is known for this device"),
         ({"stopped_because": "No better loss."}, "\n\nNo better loss."),
-        ({"predicted": PREDICTED}, "Predicted  2 min 10 s, 0.90 GiB, 19.1 K tokens/s"),
     ],
 )
 def test_each_number_is_worded_as_it_is(tmp_path, more, line):
@@ -76,7 +74,6 @@ def test_each_number_is_worded_as_it_is(tmp_path, more, line):
     [
         ({"best_step": 500}, "best "),
         ({"skipped_steps": 0, "alarms": 0}, "events.jsonl"),
-        ({"predicted": None}, "Predicted"),
     ],
 )
 def test_what_says_nothing_is_omitted(tmp_path, more, word):

@@ -7,7 +7,7 @@ import pytest
 from clock import Clock
 from rich.console import Console
 
-from flatout.assembly.selection import assemble
+from flatout.assembly.choices import assemble
 from flatout.cli.terminal import RunReport, Terminal
 from flatout.cli.terminal.lines import facts
 from flatout.config.schema import load_config

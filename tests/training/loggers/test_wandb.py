@@ -108,7 +108,7 @@ def test_a_run_is_sent_with_its_config_links_and_numbers(fake, run):
     logger.on_start(wanted)
     logger.on_record({"step": 3, "tokens": 9, "wall_s": 1.0, "train/loss": 2.5})
     logger.on_event({"event": "save", "path": "first/checkpoints/step-3"})
-    logger.on_end({"val_loss": 2.0, "predicted": {}, "weights_sha256": "ab"})
+    logger.on_end({"val_loss": 2.0, "weights_sha256": "ab"})
     logger.close("finished")
     (sent,) = fake.runs
     assert sent.arguments["project"] == "mine"

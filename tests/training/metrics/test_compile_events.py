@@ -152,9 +152,8 @@ SHAPES = {
 def test_no_model_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
     # makes several chunks of 4 rows of 16 tokens
     monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 257 * 20)
-    mixing = "fast-scan" if "model__kind" in SHAPES[shape] else "fused-attention"
     run, log = compiled_run(
-        mixing,
+        *([] if "model__kind" in SHAPES[shape] else ["fused-attention"]),
         "chunked-ce",
         "bf16",
         way,
@@ -170,8 +169,7 @@ def test_no_model_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape
 
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
 def test_identical_blocks_share_one_graph(compiled_run, tmp_path, kind):
-    fast = ["fast-scan"] if kind == "eigenstate" else []
-    run, log = compiled_run("compile-blocks", *fast, model__kind=kind, model__num_layers=4)
+    run, log = compiled_run("compile-blocks", model__kind=kind, model__num_layers=4)
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["graphs"] == 4, (
         "one for a block and one for the loss, in training and in evaluation"

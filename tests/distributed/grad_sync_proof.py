@@ -3,7 +3,9 @@
 import json
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from proofs import ACCUMULATE, Tiny, batches, whole
@@ -12,11 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 warnings.simplefilter("error")
 
-from flatout.assembly.recipe import sync_every_micro_batch  # noqa: E402
+
+from flatout.assembly.run import Run  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.distributed.mesh import make_mesh, wrap  # noqa: E402
 from flatout.distributed.rendezvous import connect, disconnect  # noqa: E402
-from flatout.speedups.deferred_sync import sync_with_the_last  # noqa: E402
 
 SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -49,12 +51,17 @@ def trained(mesh, exchange, steps):
     return [whole(p.detach()).tolist() for p in core.parameters()], len(exchanged)
 
 
+def of_a_run(model, is_last):
+    return Run.grad_sync(SimpleNamespace(model=model), is_last)
+
+
 def main(report, shard):
     ranks = connect("cpu")
     mesh = make_mesh(ParallelConfig(shard=int(shard)), "cpu", ranks)
+    ways = {"always": lambda *_: nullcontext(), "grad_sync": of_a_run}
     actual = {
-        way.__name__: dict(zip(("weights", "exchanges"), trained(mesh, way, 4), strict=True))
-        for way in (sync_every_micro_batch, sync_with_the_last)
+        name: dict(zip(("weights", "exchanges"), trained(mesh, way, 4), strict=True))
+        for name, way in ways.items()
     }
     mesh.barrier()
     disconnect()

@@ -1,8 +1,8 @@
-"""Select the speedups of a run, given the configuration and the machine, with the reasons.
+"""Choose the speedups of a run, given the configuration and the machine, with the reasons.
 
 A speedup is on if the configuration names it. Under `auto`, the default in the speedup's file
-decides, unless `bench` measured otherwise on this hardware. Of several for one slot, the first one
-that can run is on: those that are named, then those that measured faster here, then the rest by
+decides, unless `bench` measured otherwise on this hardware. Of several that set one part, the first
+one that can run is on: those that are named, then those that measured faster here, then the rest by
 rank.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.assembly.recipe import Off, On, Recipe, Speedup, both_fill
+from flatout.assembly.parts import Parts
+from flatout.assembly.speedup import Off, On, Speedup
 from flatout.config.registry import SPEEDUPS, unknown_name
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
@@ -227,20 +228,38 @@ def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: s
     return default is not None and default.measured
 
 
-def assemble(names: Iterable[str]) -> Recipe:
-    """Return the baseline recipe with the speedups of these names.
+def assemble(names: Iterable[str]) -> Parts:
+    """Return the parts of a run with the speedups of these names.
 
-    Raises: ConfigError when two of them fill the same slot.
+    Raises: ConfigError when two of them set the same part.
     """
-    recipe = Recipe()
+    parts, taken = Parts(), dict[str, str]()
     for name in names:
-        recipe = recipe.with_speedup(speedup_named(name))
-    return recipe
+        speedup = speedup_named(name)
+        for part in speedup.sets:
+            if part in taken:
+                raise _both_set(taken[part], name, part)
+        taken |= dict.fromkeys(speedup.sets, name)
+        speedup.apply(parts)
+    return parts.loaded()
 
 
-def recipe_of(config: RunConfig) -> Recipe:
-    """Return the recipe of a resolved configuration, which names every speedup that is on."""
+def parts_of(config: RunConfig) -> Parts:
+    """Return the parts of a resolved configuration, which names every speedup that is on."""
     return assemble(parse_request(config.speedups).named)
+
+
+def speedups_for(part: str, names: Iterable[str] | None = None) -> list[str]:
+    """Return those speedups of `names`, or of all, that set a part, in their order."""
+    found = all_speedups() if names is None else map(speedup_named, names)
+    return [speedup.name for speedup in found if part in speedup.sets]
+
+
+def _both_set(first: str, second: str, part: str, fix: str = "") -> ConfigError:
+    return ConfigError(
+        f"The speedups {first!r} and {second!r} both set {part!r}.",
+        fix=f"Remove one of the two{fix}.",
+    )
 
 
 def select(
@@ -263,7 +282,7 @@ def select(
     gains = measured or {}
     named, excluded = _with_precision(request, config, machine)
     by_name = {speedup.name: speedup for speedup in all_speedups(named)}
-    found: dict[str, Decision] = {}
+    alone: dict[str, Decision] = {}
     for name, speedup in by_name.items():
         against: str | None = "not among speedups"
         if name in request.dropped:
@@ -278,57 +297,58 @@ def select(
                 fix=f"Remove it: {_without(name, config)}.",
             )
         if name in named:
-            found[name] = Decision(name, True, "requested")
+            alone[name] = Decision(name, True, "requested")
         elif against:
-            found[name] = Decision(name, False, against)
+            alone[name] = Decision(name, False, against)
         else:
-            found[name] = decide(
+            alone[name] = decide(
                 speedup, device, minutes, gains.get(name), compile_cost=compile_cost
             )
     faster = [
         name
-        for name in sorted(found.keys() & gains, key=lambda name: (-gains[name].gain, name))
-        if found[name].on and not isinstance(default_of(by_name[name], device), On)
+        for name in sorted(alone.keys() & gains, key=lambda name: (-gains[name].gain, name))
+        if alone[name].on and not isinstance(default_of(by_name[name], device), On)
     ]
-    taken: dict[str, str] = {}
-    for name in dict.fromkeys([*named, *faster, *by_name]):
-        fills = by_name[name].fills if found[name].on else {}
-        slot = next((slot for slot in fills if slot in taken), None)
-        if slot is None:
-            taken |= dict.fromkeys(fills, name)
-            continue
-        rival = taken[slot]
-        if name in named:
-            ways = f": {_without(name, config)} or {_without(rival, config)}"
-            raise both_fill(rival, name, slot, ways)
-        reason = f"{rival} is on and replaces it"
-        if rival in named:
-            reason = f"{rival}, which was named, takes its place"
-        elif rival in faster:
-            reason = f"{rival}, which measured faster here, takes its place"
-        found[name] = Decision(name, False, reason)
-    on = {name for name, decision in found.items() if decision.on}
-    pending = [*by_name]
-    while pending:  # what needs one that drops out later drops out too
-        speedup = by_name[name := pending.pop(0)]
-        default, gain = default_of(speedup, device), gains.get(name)
-        is_sure = name in named or (gain is not None and gain.is_faster)
-        beside = default.beside if isinstance(default, On) and not is_sure else None
-        if name in on and beside and beside not in on:
-            found[name] = Decision(name, False, f"gains nothing without {beside}, which is off")
-            on.discard(name)
-            pending = [*by_name]
-            continue
-        missing = next((need for need in speedup.needs if need not in on), None)
-        if name in on and missing:
+
+    def lacks(name: str, found: Mapping[str, Decision]) -> Decision | None:
+        """Return the decision against a speedup that is on without one that it needs, or None."""
+        speedup, gain = by_name[name], gains.get(name)
+        missing = [one for one in speedup.needs if one not in found or not found[one].on]
+        if missing and name in named:
+            rivals = [by_name[other] for other in named if other != name]
+            raise _missing_need(name, found.get(missing[0]), missing[0], rivals, config, machine)
+        if missing:
+            return Decision(name, False, f"needs {missing[0]}, which is off")
+        default = default_of(speedup, device)
+        beside = default.beside if isinstance(default, On) else None
+        if beside is None or name in named or (gain is not None and gain.is_faster):
+            return None
+        if beside in found and found[beside].on:
+            return None
+        return Decision(name, False, f"gains nothing without {beside}, which is off")
+
+    while True:  # what drops out leaves its parts to others
+        found, taken = dict(alone), dict[str, str]()
+        for name in dict.fromkeys([*named, *faster, *by_name]):
+            sets = by_name[name].sets if found[name].on else frozenset()
+            rival = next((taken[part] for part in sets if part in taken), None)
+            if rival is None:
+                taken |= dict.fromkeys(sets, name)
+                continue
             if name in named:
-                reason = found[missing].reason if missing in found else "not among speedups"
-                rivals = [by_name[other] for other in named if other != name]
-                raise _missing_need(name, missing, reason, rivals, config, machine)
-            found[name] = Decision(name, False, f"needs {missing}, which is off")
-            on.discard(name)
-            pending = [*by_name]
-    return [*found.values()]
+                part = next(part for part in sorted(sets) if part in taken)
+                ways = f": {_without(name, config)} or {_without(rival, config)}"
+                raise _both_set(rival, name, part, ways)
+            reason = f"{rival} is on and replaces it"
+            if rival in named:
+                reason = f"{rival}, which was named, takes its place"
+            elif rival in faster:
+                reason = f"{rival}, which measured faster here, takes its place"
+            found[name] = Decision(name, False, reason)
+        off = next((no for name in by_name if found[name].on and (no := lacks(name, found))), None)
+        if off is None:
+            return [*found.values()]
+        alone[off.name] = off
 
 
 def _without(name: str, config: RunConfig) -> str:
@@ -340,24 +360,25 @@ def _without(name: str, config: RunConfig) -> str:
 
 def _missing_need(
     name: str,
+    decision: Decision | None,
     missing: str,
-    reason: str,
     others: Iterable[Speedup],
     config: RunConfig,
     machine: Machine,
 ) -> ConfigError:
-    """Return the error for a named speedup that needs one that is off for `reason`, with a fix.
+    """Return the error for a named speedup that needs one that is off, with a fix.
 
-    `others` are the other named ones, of which one may fill the slot of the missing one.
+    `others` are the other named ones, of which one may take the place of the missing one.
     """
+    reason = decision.reason if decision else "not among speedups"
     need, stated = speedup_named(missing), config.train.precision
-    precision = need.fills.get("precision")
-    rival = next((other.name for other in others if other.fills.keys() & need.fills.keys()), None)
+    precision = providers().get(missing)
+    rival = next((other.name for other in others if other.sets & need.sets), None)
     without = f"emove {name}: {_without(name, config)}."
     if need.reason_against(machine, config):
         fix = f"R{without}"
-    elif precision and stated not in ("auto", precision.name):
-        fix = f"Set train.precision={precision.name}, or r{without}"
+    elif precision and stated not in ("auto", precision):
+        fix = f"Set train.precision={precision}, or r{without}"
     elif rival:
         reason = f"{rival}, which was named, takes its place"
         instead = adding(removing(rival, config.speedups), [missing])
@@ -369,30 +390,16 @@ def _missing_need(
     )
 
 
-def stored_decisions(
-    config: RunConfig, machine: Machine, *, requested: RunConfig | None = None
-) -> list[Decision]:
-    """Return the decisions stored in a resolved configuration. A resumed run makes no new ones.
-
-    `requested` is the configuration that the run was started with. It shows whether the micro-batch
-    was stated or chosen, and what chose it: the resolved one has only the rows.
-    """
+def stored_decisions(config: RunConfig, machine: Machine) -> list[Decision]:
+    """Return the decisions stored in a resolved configuration. A resumed run makes no new ones."""
     on = parse_request(config.speedups).named
-    chooses = requested is not None and requested.batch.chooses_rows
-    chooser = parse_request(requested.speedups) if requested and chooses else None
     decisions = []
     for speedup in all_speedups(on):
-        name, against = speedup.name, speedup.reason_against(machine, config)
-        is_on, reason = name in on, against or "as when the run started"
+        is_on, against = speedup.name in on, speedup.reason_against(machine, config)
+        reason = against or "as when the run started"
         if is_on and against:
             reason = f"as when the run started, but now: {against}"
-        if chooser and "micro_batch" in speedup.fills:
-            is_on |= name in chooser.named or (chooser.auto and name not in chooser.dropped)
-            rows = config.batch.rows_per_device
-            reason = (
-                f"the micro-batch was chosen when the run started (batch.rows_per_device={rows})"
-            )
-        decisions.append(Decision(name, is_on, reason))
+        decisions.append(Decision(speedup.name, is_on, reason))
     return decisions
 
 
@@ -401,8 +408,11 @@ def providers() -> dict[str, str]:
 
     If several can run, that one is preferred.
     """
-    found = [speedup for speedup in reversed(all_speedups()) if "precision" in speedup.fills]
-    return {speedup.name: speedup.fills["precision"].name for speedup in found}
+    found = dict[str, str]()
+    for name in reversed(speedups_for("precision")):
+        speedup_named(name).apply(parts := Parts())
+        found[name] = parts.precision.name
+    return found
 
 
 def _with_precision(

@@ -12,7 +12,7 @@ PROGRAM = """
 import ctypes, resource, sys
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page would count once
 import torch
-from flatout.speedups.kept_memory import keep_freed_memory
+from flatout.assembly.heap import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

@@ -1,0 +1,62 @@
+"""The layout of a run's processes: how many there are in each dimension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatout.config.sections import ParallelConfig
+from flatout.errors import ConfigError
+from flatout.progress import counted
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The numbers of processes in each dimension. Every field counts one without it."""
+
+    world_size: int = 1
+    """All of them: `replicate` x `shard` x `tensor`."""
+    replicate: int = 1
+    """Copies of the model."""
+    shard: int = 1
+    """Processes that weights, gradients and optimizer state are sharded over."""
+    tensor: int = 1
+    """Processes that share every layer."""
+    context: int = 1
+    """Processes, of those that are not for `tensor`, that share the tokens of each row."""
+
+    @property
+    def dp_size(self) -> int:
+        """Processes, or groups of them, with separate rows."""
+        return self.world_size // (self.context * self.tensor)
+
+
+def layout_of(config: ParallelConfig, world_size: int) -> Layout:
+    """Return the layout of `world_size` processes.
+
+    Raises: ConfigError when replicate times shard is not that number, or context is no divisor.
+    """
+    each = config.shard * config.tensor
+    stated = f"parallel.shard={config.shard}"
+    if config.tensor > 1:
+        stated += f" x parallel.tensor={config.tensor}"
+    if config.replicate == "auto":
+        replicate = max(1, world_size // each)
+    else:
+        replicate = config.replicate
+        stated = f"parallel.replicate={replicate} x {stated}"
+    processes = replicate * each
+    if processes != world_size:
+        raise ConfigError(
+            f"{stated} does not fit {counted(world_size, 'process', 'processes')}.",
+            fix=f"Set train.devices={processes}, start with `torchrun --nproc-per-node {processes} "
+            f"-m flatout ...`, or set parallel.replicate=auto and parallel.shard to a divisor of "
+            f"the {world_size}.",
+        )
+    among = config.shard if config.shard > 1 else replicate
+    if among % config.context:
+        raise ConfigError(
+            f"parallel.context={config.context} does not divide {among} processes, of which groups "
+            "share rows.",
+            fix=f"Set parallel.context to a divisor of {among}, or remove it.",
+        )
+    return Layout(world_size, replicate, config.shard, config.tensor, config.context)
