@@ -48,16 +48,14 @@ class AdaptedModel(LanguageModel):
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The modules in the module's largest list, or itself when it has none of several."""
-        lists = [one for one in self.module.modules() if isinstance(one, nn.ModuleList)]
-        several = [one for one in lists if len(one) > 1]
-        sizes = [sum(p.numel() for p in one.parameters()) for one in several]
-        return [*several[sizes.index(max(sizes))]] if several else [self.module]
+        lists = [
+            one for one in self.module.modules() if isinstance(one, nn.ModuleList) and len(one) > 1
+        ]
+        return [*max(lists, key=_size, default=[self.module])]
 
     def _built(self) -> nn.Module:
         base = set(LanguageModelConfig.model_fields) - {"vocab_size"}
-        built = type(self).build(
-            **{key: value for key, value in self.config.model_dump().items() if key not in base}
-        )
+        built = type(self).build(**self.config.model_dump(exclude=base))
         if not isinstance(built, nn.Module):
             raise ConfigError(
                 f"build() of the adapted model returned {type(built).__name__}, not an nn.Module.",
@@ -188,6 +186,10 @@ class AdaptedModel(LanguageModel):
                 # Other shapes, such as those of convolutions, get weight decay but not Muon.
                 kinds[name] = "head" if is_output or parameter.dim() > 2 else "hidden"
         return kinds
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class _SingleDocument(nn.Module):
