@@ -11,7 +11,7 @@ from flatout.assembly.resolve import tokens_to_score
 from flatout.assembly.run import Run
 from flatout.hardware.machine import BUSY_CORES, CpuTimes
 from flatout.storage.json_io import JsonObject
-from flatout.training.session import RunRequest
+from flatout.training.run_plan import RunRequest
 
 
 def record(run: Run, request: RunRequest, summary: JsonObject, cached_s: float) -> None:
