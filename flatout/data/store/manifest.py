@@ -138,6 +138,8 @@ class Manifest(Stored):
     kind: Literal["dataset"] = "dataset"
     """What the directory is."""
     format_version: int = FORMAT_VERSION
+    flatout: str | None = None
+    """The version of flatout that wrote it."""
     """Version of the directory's format."""
     dtype: Literal["uint16", "uint32"]
     """Type of a stored token, little-endian."""

@@ -360,27 +360,27 @@ def latest(
     """Return the newest complete checkpoint, or None when the run has no checkpoint at all.
 
     Incomplete checkpoints are reported and skipped, the steps of `exclude` are ignored.
-    Raises: NoneComplete when there are checkpoints and none is complete: a run never starts over
-            unless the user decides so.
+    Raises: OtherVersion when a newer one than that has a different format; NoneComplete when there
+            are checkpoints and none is complete: a run never starts over unless the user decides
+            so.
     """
-    problems: dict[Path, str] = {}
+    problems: list[str] = []
     for step in sorted({*steps(run_folder)} - {*exclude}, reverse=True):
         path = checkpoint_path(run_folder, step)
         found = verify(path, deep=deep, known=known, progress=progress)
         if not found:
             return path
-        progress.say(f"Checkpoint {path.name} cannot be used: {found[0]}")
-        problems[path] = found[0]
-    if problems:
-        newest, problem = next(iter(problems.items()))
         try:
-            read_manifest(newest)
-        except OtherVersion:  # restoring a file would not help
+            read_manifest(path)
+        except OtherVersion:  # skipped, it would be deleted by the saves that follow
             raise
         except CheckpointError:
-            pass  # it is `problem`, which is reported below
+            pass  # it is a problem that was found
+        progress.say(f"Checkpoint {path.name} cannot be used: {found[0]}")
+        problems.append(found[0])
+    if problems:
         raise NoneComplete(
-            f"No checkpoint of {run_folder} is complete. {problem}",
+            f"No checkpoint of {run_folder} is complete. {problems[0]}",
             fix="Restore that file from a copy, or delete the checkpoints in "
             f"{run_folder / CHECKPOINTS} to start over.",
         )

@@ -24,11 +24,12 @@ from __future__ import annotations
 import shutil
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from flatout.config import trust
 from flatout.config.documents import dump_yaml, read_document
-from flatout.config.schema import RunConfig, validate
+from flatout.config.schema import RunConfig, flat, validate
 from flatout.data.conversation.templates import CHAT_TEMPLATE, CONFIG_FILE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.display import amount
@@ -77,6 +78,7 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
     """
     folder.mkdir(parents=True, exist_ok=True)
     sections = {
+        "flatout": import_module("flatout").__version__,
         REQUESTED: (requested or read_requested(folder) or config).to_dict(),
         RESOLVED: config.to_dict(),
     }
@@ -192,4 +194,21 @@ def list_runs(root: Path) -> list[Path]:
 def _read_section(folder: Path, name: str) -> RunConfig | None:
     if not (folder / CONFIG).exists():
         return None
-    return validate(read_sections(folder)[name], file=folder / CONFIG)
+    document = read_sections(folder)
+    settings, writer = document[name], document.get("flatout")
+    own = import_module("flatout").__version__
+    try:
+        if writer != own:  # a key that this version lacks, and that is not set, changes nothing
+            known = flat(RunConfig().to_dict())
+            for section, keys in settings.items():
+                for key in [*keys] if section != "model" and isinstance(keys, dict) else ():
+                    if keys[key] is None and f"{section}.{key}" not in known:
+                        del keys[key]
+        return validate(settings, file=folder / CONFIG)
+    except ConfigError as error:
+        if writer == own:
+            raise
+        raise ConfigError(
+            f"{error.what} flatout {writer} wrote it, and this is {own}.",
+            fix=f"Use the version that wrote it. {error.fix}",
+        ) from error

@@ -157,7 +157,7 @@ def test_an_empty_directory_is_filled(tmp_path, stub_tokenizer, monkeypatch):
 
 def test_an_unwritable_disk_is_an_error(tmp_path, stub_tokenizer):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"Cannot write .*--out"):
+    with pytest.raises(DataError, match=r"Cannot write .*can be written"):
         DatasetWriter(tmp_path / "file" / "set", stub_tokenizer)
 
 

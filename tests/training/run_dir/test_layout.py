@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import fake_checkpoint
 
+import flatout
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, HardwareError
 from flatout.storage import files
@@ -153,3 +154,14 @@ def test_an_empty_requested_configuration_is_damaged(tmp_path):
             ConfigError, match=r"does not end with `\.\.\.`: it was cut|not valid YAML"
         ):
             layout.read_requested(tmp_path)
+
+
+def test_a_configuration_of_another_version_names_it(tmp_path):
+    layout.write_config(tmp_path, RunConfig())
+    text = (tmp_path / layout.CONFIG).read_text()
+    newer = text.replace(f"flatout: {flatout.__version__}", "flatout: 99.0")
+    (tmp_path / layout.CONFIG).write_text(newer.replace("    lr:", "    warp: null\n    lr:"))
+    assert layout.read_config(tmp_path) == RunConfig(), "a null of a newer version means no change"
+    (tmp_path / layout.CONFIG).write_text(newer.replace("    lr:", "    warp: 9\n    lr:"))
+    with pytest.raises(ConfigError, match=r"'optim\.warp'\. flatout 99\.0 wrote it, and this is"):
+        layout.read_config(tmp_path)

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Self
 
@@ -317,6 +318,7 @@ class WorkDir:
             for path in files:
                 sync(path)
             manifest = Manifest(
+                flatout=str(import_module("flatout").__version__),
                 dtype=token_dtype(tokenizer.vocab_size),
                 vocab_size=tokenizer.vocab_size,
                 tokenizer=TokenizerEntry(
