@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 from measurement import facts, markdown, parser, publish, verdict
 
-from flatout.assembly.gpu_rate import RECOMPUTED, gpu_time
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware.machine import machine_named
+from flatout.measure.plan.gpu_rate import RECOMPUTED, gpu_time
 
 HERE = Path(__file__).parent
 TARGET = 0.2

@@ -145,8 +145,8 @@ class BatchConfig(Section):
     tokens_per_step: Count | None = None
     """Tokens per optimizer step, summed over ranks and micro-batches."""
     rows_per_device: Count | Literal["auto"] = "auto"
-    """Sequences per micro-batch on each device. With auto, a process that trains alone halves them
-    when a step runs out of memory, and repeats the step."""
+    """Sequences per micro-batch on each device. auto takes what a device uses well and a GPU has
+    memory for, by estimate, and half of it when a step runs out of memory."""
     accumulate: Count | None = None
     """Micro-batches per optimizer step."""
 
@@ -231,7 +231,7 @@ class TrainConfig(Section):
     """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
     """Use only deterministic operations, and fail on others. Slower on a GPU, and the only way to
-    to make two runs there, or a run and its resumed copy, bit-identical."""
+    make two runs there, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untested."""
     devices: Count | Literal["all"] | None = None

@@ -21,10 +21,10 @@ from flatout.assembly.memory import (
     workload_of,
 )
 from flatout.assembly.parts import two_in_fp32
-from flatout.assembly.prediction import most_rows
 from flatout.config.registry import MODELS
 from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.hardware.machine import Machine, machine_named, probe
+from flatout.measure.plan.prediction import most_rows
 from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, newton_schulz, scan

@@ -13,7 +13,6 @@ from made_up import OUT_OF_MEMORY, MadeUp
 
 from flatout.assembly.choices import Decision
 from flatout.assembly.measured import past_run, read, runs_here
-from flatout.assembly.prediction import predict_time
 from flatout.assembly.resolve import flops_per_token, resolve
 from flatout.cli.commands.bench import Sweep
 from flatout.config.schema import load_config
@@ -24,6 +23,7 @@ from flatout.hardware.machine import Gpu, Machine
 from flatout.measure import bench as benching
 from flatout.measure import output
 from flatout.measure.bench import SWEEPS, precisions, remember, results_dir, run_bench
+from flatout.measure.plan.prediction import predict_time
 from flatout.measure.race import Figure, Row
 from flatout.measure.resolving import resolve_here
 from flatout.measure.results import Bench

@@ -124,7 +124,7 @@ def test_the_estimate_decides_what_cannot_fit(tiny_config):
     setting = Setting().but({ROWS: 8})
     assert memory_obstacle(resolved)(setting) is None
     both = replace(setting, on=frozenset({"checkpointing", "selective-checkpointing"}))
-    assert "both fill" in memory_obstacle(resolved)(both)
+    assert "both set" in memory_obstacle(resolved)(both)
     small = replace(resolved.machine, memory_gib=1e-4, gpus=(Gpu("A GPU", 1e-4, (9, 0), "1"),))
     assert "GiB by estimate" in memory_obstacle(replace(resolved, machine=small))(setting)
     on_gpu = resolved.config.with_values({"train.device": "cuda:0"})

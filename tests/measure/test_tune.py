@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from made_up import OUT_OF_MEMORY, MadeUp
 
-from flatout.assembly import prediction
+from flatout.assembly import measured
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
 from flatout.hardware.machine import probe
@@ -190,7 +190,7 @@ def test_an_interruption_writes_the_best_so_far(tune, tmp_path, error, signal, s
 def test_gains_are_kept_for_auto(tune, tmp_path):
     machine = MadeUp(speedups={"fused-adamw": 0.97, "fused-heads": 0.9}, noise=0.001)
     tune(machine, cache=tmp_path / "cache", only=["fused-adamw", "fused-heads"])
-    found = prediction.gains_here(probe(), "cpu", tmp_path / "cache")["fused-adamw"]
+    found = measured.gains_here(probe(), "cpu", tmp_path / "cache")["fused-adamw"]
     assert (found.high < 1, found.recipe) == (True, "tiny")
 
 

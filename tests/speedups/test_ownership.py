@@ -175,7 +175,7 @@ def test_no_name_of_a_speedup_is_wired_into_another_directory():
     words = {"bf16", "checkpointing", "collector", "compile", "cuda-graphs", "fp16", "fp8"}
     words |= {"micro-batch", "onednn", "prefetch", "tf32"}
     # recognises what a checkpoint stores, also without them; constants fitted to published runs
-    known = {"optim/moments.py", "assembly/gpu_rate.py"}
+    known = {"optim/moments.py", "measure/plan/gpu_rate.py"}
     names = {*SPEEDUPS.names()} - words
     for path in PACKAGE_DIR.rglob("*.py"):
         place = path.relative_to(PACKAGE_DIR)

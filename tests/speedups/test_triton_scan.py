@@ -31,7 +31,6 @@ def installed(monkeypatch):
 def test_auto_uses_it_on_a_gpu():
     found = decided(gpu((9, 0)))
     assert found["triton-scan"][0]
-    assert found["fast-scan"] == (False, "triton-scan is on and replaces it")
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_all_readers_of_a_stored_configuration_are_known():
         }
     assert found == {
         "config/registry.py",
-        "assembly/recipe.py",
+        "assembly/parts.py",  # imports parts that speedups name, which have been checked
         "cli/commands/runs.py",
         "cli/commands/train.py",  # reads the sizes of a step
         "cli/commands/verify.py",  # imports nothing that the configuration names
@@ -257,7 +257,7 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
         "measure/resume.py",  # of a run that it has just trained
         "measure/trial.py",  # of a run that it has just started
-        "training/halving.py",  # writes another micro-batch, in the run that is training
+        "training/out_of_memory.py",  # writes another micro-batch, in the run that is training
         "training/upload/restore.py",
         "training/metrics/loggers.py",  # after training/run_plan.py has checked
         "training/run_dir/layout.py",

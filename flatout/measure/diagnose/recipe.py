@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from flatout.assembly.memory import estimate, memory_bytes, workload_of
-from flatout.assembly.prediction import most_rows
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak
 from flatout.assembly.speedup import Tolerance
@@ -27,6 +26,7 @@ from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.evidence import Evidence
 from flatout.measure.host import gpu_facts, host_facts
+from flatout.measure.plan.prediction import most_rows
 from flatout.measure.race import Race
 from flatout.measure.resolving import apart, resolve_on
 from flatout.measure.trial import GRACE_S, QUIET, Ran, Result, run_recipe, try_recipe

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,22 @@ from flatout.assembly.choices import Decision, adding, all_speedups, parts_of
 from flatout.assembly.measured import past_run, runs_here, speedups_on
 from flatout.assembly.memory import Capacity, capacity_of, workload_of
 from flatout.assembly.parts import divisors
-from flatout.assembly.prediction import (
-    MemoryPrediction,
-    TimePrediction,
-    most_rows,
-    predict_time,
-    trace_memory,
-)
 from flatout.assembly.preflight import open_dataset, require_machine
 from flatout.assembly.resolve import checkpointing_notes, known_peak, resolve
 from flatout.config.schema import RunConfig
 from flatout.config.sections import ParallelConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import FlatoutError, HardwareError
+from flatout.errors import FlatoutError
 from flatout.hardware.machine import GIB, Machine, pick_device, probe
 from flatout.hardware.roofline import Peak
+from flatout.measure.plan.prediction import (
+    MemoryPrediction,
+    TimePrediction,
+    most_rows,
+    predict_time,
+    trace_memory,
+)
 from flatout.measure.plan.result import Alternative, Change, Plan
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
@@ -202,24 +201,14 @@ class Target:
         return f"{self.world_size}x {gpu.name}{known}"
 
     def resolve(self, requested: RunConfig) -> tuple[RunConfig, list[Decision]]:
-        """Return the configuration as `train` would resolve it there.
-
-        If not even one row fits, the plan is for one row.
-        """
-        requested = requested.with_values({"train.device": self.device})
-        known = partial(
-            resolve,
+        """Return the configuration as `train` would resolve it there."""
+        return resolve(
+            requested.with_values({"train.device": self.device}),
             machine=self.machine,
             dataset=self.dataset,
             world_size=self.world_size,
             cache=self.cache,
         )
-        try:
-            return known(requested)
-        except HardwareError:
-            if requested.batch.rows_per_device != "auto":
-                raise
-            return known(requested.with_values({"batch.rows_per_device": 1}))
 
     def predict(
         self, config: RunConfig, decisions: Sequence[Decision]

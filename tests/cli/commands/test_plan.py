@@ -8,12 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from flatout.assembly import memory
 from flatout.cli.commands.plan import plan
 from flatout.cli.commands.train import train
 from flatout.display import terminal_text
 from flatout.errors import ConfigError
 from flatout.hardware import machine as hardware
+from flatout.measure.plan import prediction
 
 pytestmark = pytest.mark.slow
 
@@ -224,7 +224,7 @@ def test_a_run_here_gives_the_rate_of_the_next_plan(recipe, tiny_config, tmp_pat
 
 
 def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeypatch):
-    monkeypatch.setattr(memory, "estimate", Mock(side_effect=RuntimeError("data-dependent")))
+    monkeypatch.setattr(prediction, "estimate", Mock(side_effect=RuntimeError("data-dependent")))
     found = plan(recipe, [*ON_CPU, "model.vocab_size=101", "batch.rows_per_device=4"])
     assert found.memory is found.fits is found.peak_gib is found.largest_rows_per_device is None
     assert any("RuntimeError: data-dependent" in note for note in found.notes)

@@ -7,7 +7,6 @@ import pytest
 from clock import Clock
 from rich.console import Console
 
-from flatout.assembly.choices import assemble
 from flatout.cli.terminal import RunReport, Terminal
 from flatout.cli.terminal.lines import facts
 from flatout.config.schema import load_config
@@ -43,7 +42,8 @@ def run_at(step, last_step=10, steps_per_epoch=16.0):
     facts = {"steps_per_epoch": steps_per_epoch, "tokens_per_step": 2048, "config": CONFIG}
     facts |= {
         "mesh": SimpleNamespace(world_size=1, dp_size=1),
-        "recipe": assemble(["fused-adamw", "bf16"]),
+        "speedups": ["fused-adamw", "bf16"],
+        "arithmetic": "bf16",
     }
     return SimpleNamespace(step=step, last_step=last_step, **facts)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flatout.assembly.gpu_rate import gpu_time
 from flatout.config.schema import load_config
 from flatout.hardware.machine import machine_named
+from flatout.measure.plan.gpu_rate import gpu_time
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SHAPE = (
     "model.num_layers=8",
     "model.d_model=1024",

@@ -1,4 +1,4 @@
-"""Predictions state their source, and rates come from earlier runs of the same shape."""
+"""What was measured on this hardware is kept per device, and is told apart by what it ran."""
 
 from __future__ import annotations
 
@@ -21,21 +21,8 @@ from flatout.assembly.measured import (
     runs_here,
     speedups_on,
 )
-from flatout.assembly.memory import estimate, workload_of
-from flatout.assembly.prediction import (
-    COMPILED_MFU,
-    CPU_OVERHEAD,
-    EAGER_MFU,
-    STARTING_S,
-    assumed_rate,
-    predict_memory,
-    predict_time,
-)
 from flatout.assembly.resolve import tokens_to_score
-from flatout.hardware.machine import ASSUMED_MFU, GIB, Gpu, Machine
-from flatout.hardware.roofline import Peak
-
-FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
+from flatout.hardware.machine import Gpu, Machine
 
 
 @pytest.fixture
@@ -51,99 +38,6 @@ def past(run):
         return past_run(run.config, run.decisions).model_copy(update=fields)
 
     return make
-
-
-@pytest.fixture
-def memory(run):
-    """Return the predicted memory of `run`."""
-    found = estimate(workload_of(run.config), 4, 2)
-
-    def predict(config=run.config, decisions=run.decisions, largest=0):
-        made = replace(found, largest=largest)
-        this, on_gpu = past_run(config, decisions), config.train.device == "cuda"
-        return predict_memory(this, made, on_gpu=on_gpu, context=GIB)
-
-    return predict
-
-
-@pytest.fixture
-def time(run):
-    def predict(*runs, peak=PEAK, decisions=run.decisions, **more):
-        this = past_run(run.config, decisions)
-        return predict_time(this, run.config, flops_per_token=FLOPS, peak=peak, runs=runs, **more)
-
-    return predict
-
-
-def test_a_process_has_an_assumed_overhead(memory):
-    found = memory()
-    assert found.total == found.estimate.total + GIB + CPU_OVERHEAD
-    assert found.source == "traced in eager mode"
-    assert found.error == 0.1
-    assert found.least < found.estimate.total
-
-
-def test_the_heap_of_a_cpu_keeps_holes_of_the_largest_tensor(memory, run):
-    """Measured with a vocabulary of 32,768: up to 1.7 GiB beyond all tensors."""
-    found, on_gpu = memory(largest=GIB), run.config.with_values({"train.device": "cuda"})
-    assert found.total - memory().total == found.reserved - found.estimate.total == 2 * GIB
-    assert found.error > 0.5
-    assert memory(on_gpu, largest=GIB).total == memory(on_gpu).total
-
-
-def test_a_compiled_model_may_need_much_less_on_every_device(memory, run):
-    """A run that would fit must not be rejected."""
-    compiled = [*run.decisions, Decision("compile", True, "")]
-    for device in ("cpu", "cuda"):
-        config = run.config.with_values({"train.device": device})
-        found = memory(config=config, decisions=compiled)
-        assert found.error is None
-        assert "usually needs less" in found.source
-        assert found.least < found.estimate.fixed + 0.31 * found.estimate.peak.total
-
-
-def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
-    here = past(tokens_per_s=100.0)
-    bench = past(by="bench", tokens_per_s=200.0)
-    other = past(digest="another", tokens_per_s=0.5 * 1e12 / (2 * FLOPS), flops_per_token=2 * FLOPS)
-    assert time(here, bench, other).tokens_per_s == 100.0
-    assert time(bench, other).tokens_per_s == 200.0
-    assert time(other).tokens_per_s == pytest.approx(0.5 * 1e12 / FLOPS)
-    assert time().tokens_per_s == pytest.approx(0.3 * 1e12 / FLOPS)
-    sources = [time(*runs).source for runs in ((here,), (bench,), (other,), ())]
-    assert len(set(sources)) == 4
-    without_peak = time(other, peak=None)
-    assert without_peak.tokens_per_s == pytest.approx(0.5 * 1e12 / FLOPS)
-    assert without_peak.mfu is None
-    unknown = time(peak=None)
-    assert (unknown.tokens_per_s, unknown.wall_s) == (None, None)
-    assert unknown.source.startswith("unknown")
-
-
-@pytest.mark.parametrize(
-    "other", [{"flops_per_token": FLOPS / 8}, {"flops_per_token": 8 * FLOPS}, {"speedups": []}]
-)
-def test_a_run_that_differs_much_says_nothing_about_the_rate(time, past, other):
-    facts = {"digest": "another", "tokens_per_s": 0.5 * 1e12 / FLOPS, "flops_per_token": FLOPS}
-    assert time(past(**facts | other)).source == time().source
-
-
-def test_of_two_runs_the_one_that_was_not_disturbed_decides(time, past):
-    assert time(past(tokens_per_s=9.0), past(tokens_per_s=1.0)).tokens_per_s == 9.0
-    busy, alone = past(tokens_per_s=9.0, is_busy=True), past(tokens_per_s=1.0)
-    assert time(busy, alone).tokens_per_s == 1.0
-    assert time(busy).source.endswith("while other processes used the cores")
-    assert time(alone, past(tokens_per_s=9.0, rows_per_device=8)).tokens_per_s == 1.0
-
-
-def test_the_time_has_the_evaluations_and_what_an_earlier_run_needed_besides(time, run, past):
-    assert time(past(tokens_per_s=100.0)).wall_s == pytest.approx(100 * 128 / 100)
-    beside = past(tokens_per_s=100.0, beside_s=6.0)
-    scored = run.dataset.split("val").num_tokens / 300
-    assert time(beside, dataset=run.dataset).wall_s == pytest.approx(128 + scored + 6)
-    for rows, beside_s in ((4, 2.0), (8, 6.0)):  # another micro-batch is other code
-        earlier = past(tokens_per_s=100.0, rows_per_device=rows, beside_s=6.0, cached_s=4.0)
-        assert time(earlier).wall_s == pytest.approx(128 + beside_s)
 
 
 def test_every_evaluation_is_counted(run):
@@ -162,36 +56,6 @@ def test_every_evaluation_is_counted(run):
 def test_what_chose_the_micro_batch_is_no_speedup_of_the_run():
     on = [Decision(name, True, "") for name in ("prefetch", "micro-batch")]
     assert speedups_on([*on, Decision("bf16", False, "")]) == ["prefetch"]
-
-
-STEP_TOKENS = 128
-"""Tokens of one step of the tiny model."""
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_gpu_computes_while_it_starts_operations_and_a_cpu_does_not(run, device):
-    config = run.config.with_values({"train.device": device})
-    on_cpu = device == "cpu"
-    share = ASSUMED_MFU if on_cpu else EAGER_MFU
-    starting_s, of_peak = 1000 * STARTING_S, f"an assumed {share:.0%} of the peak"
-    rate, source = assumed_rate(config, STEP_TOKENS / share, 1000)
-    assert rate == pytest.approx(STEP_TOKENS / (1 + starting_s * on_cpu))
-    started = f"{of_peak}, and an assumed 15 us to start each of 1,000 operations per step"
-    assert source == (started if on_cpu else of_peak)
-    bound, source = assumed_rate(config, 1e15, 1000)
-    assert bound == pytest.approx(STEP_TOKENS / starting_s)
-    assert ("of the peak" in source) == on_cpu
-    if not on_cpu:
-        assert assumed_rate(config, 1.0, 0)[0] == COMPILED_MFU
-
-
-def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run):
-    eager = time(memory=memory())
-    assert "to start each of" in eager.source
-    assert eager.tokens_per_s < time().tokens_per_s
-    compiled = [*run.decisions, Decision("compile", True, "")]
-    found = time(memory=memory(decisions=compiled), decisions=compiled)
-    assert found.source == "an assumed 30% of the peak"
 
 
 H200, CPU = "NVIDIA H200", "AMD EPYC 7B13, 2 cores"

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flatout.assembly.choices import parts_of
-from flatout.assembly.gpu_rate import GpuTime, gpu_time
 from flatout.assembly.measured import EVALUATION_COST, PastRun, similar
 from flatout.assembly.memory import (
     CUDA_CONTEXT,
@@ -26,6 +25,7 @@ from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError
 from flatout.hardware.machine import ASSUMED_MFU, GIB, Machine
 from flatout.hardware.roofline import Peak
+from flatout.measure.plan.gpu_rate import GpuTime, gpu_time
 from flatout.progress import counted
 
 LAST_RUNS = 5
