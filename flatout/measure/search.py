@@ -52,8 +52,6 @@ class Search:
     why_not: Callable[[Setting], str | None] = lambda after: None
     """Returns why a setting is not worth a measurement. None: it is."""
     start_name: str = "auto"
-    origin: Setting | None = None
-    """The setting of that name. None: the start."""
     last_trials: int = 4
     """Trials for which the time is kept after the search, where something was taken."""
     always_trials: int = 0
@@ -73,7 +71,7 @@ class Search:
 
     def name(self, setting: Setting) -> str:
         """Return the name of a setting: how it differs from the one that has a name."""
-        return setting.beyond(self.origin or self.start) or self.start_name
+        return setting.beyond(self.start) or self.start_name
 
     def leave(self, name: str, why: str) -> None:
         """Note that something is not measured."""

@@ -51,8 +51,8 @@ DATA_WAIT = 0.01
 COMMENT_COLUMNS = 98
 NOT_REHEARSED = "No evaluation and save was rehearsed: the time was up."
 SMALLER = (
-    "Shorten data.seq_len, choose a smaller model, or use a larger machine (`flatout plan` "
-    "compares them)."
+    "Set a smaller batch.rows_per_device, shorten data.seq_len, or use a larger machine (`flatout "
+    "plan` compares them)."
 )
 
 
@@ -79,7 +79,9 @@ def run_tune(
     resolved = resolve_apart(requested, cache, progress)
     space = space_of(requested, resolved, only, statistical=statistical)
     start, batch = space.start, requested.batch
-    if space.obstacle(start) is None and not space.moves():
+    if obstacle := space.obstacle(start):
+        raise HardwareError(f"Nothing fits. {obstacle}", fix=SMALLER)
+    if not space.moves():
         raise ConfigError(
             f"There is nothing to tune here in {', '.join(only)}.",
             fix="Name other parts with --only, or set speedups=auto.",
@@ -99,14 +101,13 @@ def run_tune(
         ratio=over_the_run(resolved.config),
         draws=draws_of(resolved.config),
     )
-    search = Search(race, start, why_not=partial(space.why_not, race), origin=start,
+    search = Search(race, start, space.moves(), partial(space.why_not, race),
                     always_trials=1, left=space.left)  # fmt: skip
     is_rehearsed = False
     with race.running(progress, "Tuning"):
-        first_that_runs(search, space)
-        if race.results(search.start):
-            race.longest_s = max(LONGEST_SHARE * total_s, 3 * race.expected_s(search.start))
-            search.moves = replace(space, start=search.start).moves()
+        race.note("auto")
+        if race.run(start).is_ok:
+            race.longest_s = max(LONGEST_SHARE * total_s, 3 * race.expected_s(start))
             search.run()
             is_rehearsed = confirm(search, requested, resolved.config.data.seq_len)
     best = search.best
@@ -123,8 +124,8 @@ def run_tune(
         path=str(out),
         began=began,
         tokens_per_step=config.batch.tokens_per_step or 0,
-        start=search.name(search.start),
-        best=race.row(best, search.start if search.taken else None, name=search.name(best),
+        start=search.name(start),
+        best=race.row(best, start if search.taken else None, name=search.name(best),
                       kind="best", speedups=in_order(best.on)),
         prefetch=config.data.prefetch,
         precision=config.train.precision,
@@ -187,14 +188,6 @@ class Space:
         """Return the most rows with which a setting fits by estimate, 0 without any."""
         fitting = [n for n in self.row_counts if not self.obstacle(setting.but({ROWS: n}))]
         return max(fitting, default=0)
-
-    def starts(self) -> list[Setting]:
-        """Return the start, and what to start from where memory is too short for it: fewer rows,
-        and then activation checkpointing.
-        """
-        fewer = [self.start.but({ROWS: n}) for n in self.row_counts[::-1] if n <= self.start.rows]
-        saving = [move.apply(fewer[-1]) for move in self.known if move.part == "checkpointing"]
-        return [*fewer, *(after for after in saving if after)]
 
     def why_not(self, race: Race, after: Setting) -> str | None:
         """Return why a setting is not worth a measurement. None: it is."""
@@ -280,27 +273,6 @@ def over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
         return theirs / ours
 
     return ratio
-
-
-def first_that_runs(search: Search, space: Space) -> None:
-    """Measure what `auto` chose, or the nearest setting for which there is enough memory.
-
-    Raises: HardwareError when nothing fits by estimate.
-    """
-    why_not, race = "", search.race
-    for setting in space.starts():
-        if obstacle := space.obstacle(setting):
-            why_not = f"With {search.name(setting)}: {obstacle}"
-            search.leave(search.name(setting), obstacle)
-            continue
-        race.note(search.name(setting))
-        result = race.run(setting)
-        if result.is_ok:
-            search.start = setting
-        if result.status != "out-of-memory":
-            return
-    if not race.done:
-        raise HardwareError(f"Nothing fits. {why_not}", fix=SMALLER)
 
 
 def confirm(search: Search, requested: RunConfig, seq_len: int) -> bool:

@@ -129,17 +129,6 @@ def test_compiling_counts_over_the_length_of_the_run(tune, steps, pays):
     assert ("compile" in tune(machine, only=["compile"], steps=steps).best.speedups) == pays
 
 
-def test_it_starts_from_what_fits_when_auto_runs_out_of_memory(tune):
-    machine = MadeUp(rows={8: 9.0, 4: 2.0}, fits=lambda rows, on, besides: rows <= 2)
-    found = tune(machine, only=["batch"])
-    assert (found.start, found.best.rows_per_device) == ("batch.rows_per_device=2", 2)
-    rows = [trial[0].batch.rows_per_device for trial in machine.trials]
-    assert rows.count(8) == rows.count(4) == 1
-    machine = MadeUp(fits=lambda rows, on, besides: rows == 1 and "checkpointing" in on)
-    best = tune(machine).best
-    assert (best.rows_per_device, "checkpointing" in best.speedups) == (1, True)
-
-
 def test_a_setting_that_fails_at_the_first_save_gives_way(tune):
     machine = MadeUp(rows={4: 1.5}, fits=lambda rows, on, besides: rows == 8 or not besides)
     found = tune(machine, only=["batch"])
@@ -150,7 +139,7 @@ def test_a_setting_that_fails_at_the_first_save_gives_way(tune):
 @pytest.mark.parametrize(
     ("machine", "message", "fix"),
     [
-        ({"fails": {"all": OUT_OF_MEMORY}}, r"trials failed\. .*: Out of memory", "data.seq_len"),
+        ({"fails": {"all": OUT_OF_MEMORY}}, r"trial failed\. .*: Out of memory", "data.seq_len"),
         ({"fails": {"all": Result(status="failed", reason="Bad.")}}, "Bad.", "flatout train"),
         ({"fails": {"all": Result(status="timed-out", reason="Hung.")}}, "Hung.", "--minutes"),
         ({"fits": lambda rows, on, besides: not besides}, "Nothing was measured", ""),

@@ -205,7 +205,7 @@ class Follower:
                 self.run = FlatoutsRun.above(sys._getframe(1), self.stages, self._on_phase)
                 self.base = BASE if self.run is None else None
                 if self.run is not None and self._is_trial:
-                    self.stages.with_fixed_data = self.run.fixed_data
+                    self.stages.switches["synthetic-data"] = self.run.fixed_data
         if self.steps == EARLY_STEP:
             self._early_gradients = _gradients()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode

@@ -54,8 +54,6 @@ class Recorded(Stored):
     """Of all recorded steps."""
     step_s: float | None
     """Of an average step before them, without the profiler."""
-    phases: dict[str, float]
-    """Seconds of the host by phase in such a step."""
     notes: tuple[str, ...]
 
 

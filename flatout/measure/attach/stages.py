@@ -56,7 +56,7 @@ LONG_S = 2.0
 MAX_TRACED_S = 5.0
 """Longer steps are not recorded: their operations would fill the memory."""
 TURNS, TURN_S = 3, 0.3
-"""Turns of steps with a fixed batch and ordinary ones, and the least seconds of each."""
+"""Turns of steps with a change and ordinary ones, and the least seconds of each."""
 PERIODIC = ("checkpoint", "evaluation")
 """Phases that are not part of every step, and are averaged over all of them."""
 
@@ -139,8 +139,9 @@ class Stages:
         """What the driver reported of the GPU between two steps."""
         self.counterfactual_s: dict[str, float] = {}
         """Seconds of an average step with one thing replaced."""
-        self.with_fixed_data: Callable[[], AbstractContextManager[object]] | None = None
-        """A context in which every step gets the same batch at once, if there is one."""
+        self.switches: dict[str, Callable[[], AbstractContextManager[object]]] = {}
+        """Contexts in which steps differ by one change, which is made and undone between two steps,
+        by name: such as one in which every step gets the same batch at once."""
         self.notes: list[str] = []
         self.name = "warm-up"
         """The current stage."""
@@ -181,7 +182,7 @@ class Stages:
                 yield from self._operations()
         with self._sampling():
             yield from self._ordinary(lambda steps, seconds: not self._is_enough(self))
-        yield from self._fixed_data()
+        yield from self._in_turns()
 
     def start_step(self) -> bool:
         """End the step before, if it has not ended, and start one. False: the stages are over."""
@@ -394,7 +395,6 @@ class Stages:
             first_step=self.first_recorded,
             seconds=self.special.seconds,
             step_s=self.step_s if self.ordinary.steps else None,
-            phases=self.ordinary.per_step(),
             notes=tuple(self.notes),
         )
 
@@ -403,20 +403,19 @@ class Stages:
         """The number of the current step, or of the next one. The first was not seen."""
         return self.warm.steps + self.ordinary.steps + self.special.steps + 2
 
-    def _fixed_data(self) -> Iterator[None]:
-        """Take turns between steps on a fixed batch and ordinary ones.
+    def _in_turns(self) -> Iterator[None]:
+        """Take turns between steps with each change and ordinary ones.
 
         The median of their ratios counts, so that a machine that becomes slower does not.
         """
-        if self.with_fixed_data is None or self.step_s > LONG_S:
-            return
-        self.name, ratios = "synthetic-data", list[float]()
-        for _ in range(TURNS):
-            with self.with_fixed_data():
-                yield
-                other_s = yield from self._timed()
-            ratios.append(other_s / (yield from self._timed()))
-        self.counterfactual_s[self.name] = statistics.median(ratios) * self.step_s
+        for name, changed in self.switches.items() if self.step_s <= LONG_S else ():
+            self.name, ratios = name, list[float]()
+            for _ in range(TURNS):
+                with changed():
+                    yield
+                    other_s = yield from self._timed()
+                ratios.append(other_s / (yield from self._timed()))
+            self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
 
     def _timed(self) -> Generator[None, None, float]:
         """Take at least two steps, for TURN_S, and return the seconds of one."""

@@ -27,7 +27,7 @@ from flatout.measure.attach.request import Recording, Request
 from flatout.measure.attach.trace import Trace, document_in, read_trace
 from flatout.measure.diagnose.script import evidence_in
 from flatout.measure.output import claim
-from flatout.measure.profile.result import PHASES, Profile
+from flatout.measure.profile.result import Profile
 from flatout.measure.resolving import resolve_apart
 from flatout.measure.trial import (
     QUIET,
@@ -165,7 +165,6 @@ def written(ran: Ran, request: Request, out: Path, **known: Any) -> Profile:
     raw, has_snapshot = Path(asked.trace), Path(asked.snapshot).exists()
     if has_snapshot:
         Path(asked.snapshot).replace(out / SNAPSHOT)
-    phases = {name.removesuffix("_wait"): 1e3 * s for name, s in found.phases.items()}
     profile = Profile(
         path=str(out),
         trace=str(out / TRACE) if raw.exists() else None,
@@ -176,7 +175,6 @@ def written(ran: Ran, request: Request, out: Path, **known: Any) -> Profile:
         steps=asked.steps,
         step_ms=found.step_s and 1e3 * found.step_s,
         profiled_step_ms=1e3 * found.seconds / asked.steps,
-        phases_ms={name: phases[name] for name in PHASES if name in phases} or None,
         notes=found.notes,
         **known,
     )

@@ -12,23 +12,11 @@ from flatout.measure.evidence import KernelRow
 from flatout.storage.json_io import Result
 
 FORMAT_VERSION = 4
-PHASES = ("data", "forward", "backward", "optimizer", "logging")
-"""The phases of a step."""
 
 
 def _step(profile: Profile) -> str:
     slow = f"{milliseconds(profile.profiled_step_ms / 1e3)} under the profiler"
     return f"{milliseconds(profile.step_ms / 1e3)}, {slow}" if profile.step_ms else slow
-
-
-def _host(profile: Profile) -> str:
-    if not profile.phases_ms or not profile.step_ms:
-        return ""
-    shares = {name: ms / profile.step_ms for name, ms in profile.phases_ms.items()}
-    rest = 1 - sum(shares.values())
-    if profile.device != "cpu" and rest > 0:
-        shares["waiting for the device and others"] = rest
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
 
 
 def _outside(profile: Profile) -> str:
@@ -68,8 +56,6 @@ class Profile(Result):
     """An average step without the profiler. Null if not measured."""
     profiled_step_ms: Annotated[float, Show("Step", record=_step)]
     """An average step under the profiler."""
-    phases_ms: Annotated[Mapping[str, float] | None, Show("Host", record=_host)]
-    """The host's time by phase in an average step without the profiler. Null if not measured."""
     outside_ms: Annotated[float | None, Show("No kernel", record=_outside)] = None
     """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
     table: tuple[KernelRow, ...] | None = None

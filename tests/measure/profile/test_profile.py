@@ -51,7 +51,6 @@ def test_steps_phases_and_classes_of_a_run(quick):
     found, out = quick(skip=None, optim__kind="adamw")
     assert found.steps == 2
     assert found.first_step > 2
-    assert {*found.phases_ms} == {"data", "forward", "backward", "optimizer", "logging"}
     rows = {row.kind: row for row in found.table}
     assert rows.keys() >= {"matmul", "elementwise", "optimizer", "copy"}
     assert sum(row.share for row in found.table) == pytest.approx(1.0)
