@@ -56,7 +56,7 @@ def test_without_kernels_the_rest_remains_and_a_note_shows_why():
     found = with_trace(BEFORE, read_trace(made, steps=2))
     assert found.table is found.outside_ms is None
     text = terminal_text(found.display(), 80)
-    assert "forward 20%" in text
+    assert "under the profiler" in text
     assert "--cap-add=SYS_ADMIN" in text
     assert "Kernels of a step" not in text
 
