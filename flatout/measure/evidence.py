@@ -151,8 +151,6 @@ class Evidence(Stored):
     """cpu, cuda or cuda:N."""
     world_size: int = 1
     """Processes of the run."""
-    parameters: Count = None
-    """Weights of the model."""
     tokens_per_step: Count = None
     """Tokens of one optimizer step."""
     planned_steps: Count = None
@@ -351,8 +349,6 @@ class Evidence(Stored):
 
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss), including NaN and infinity."""
-    grad_norms: tuple[tuple[int, float], ...] | None = None
-    """(step, norm of the gradient)."""
     skipped_steps: Count = None
     """Updates that float16 skipped."""
 

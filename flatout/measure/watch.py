@@ -157,9 +157,8 @@ class Watch:
                 self._loop.leave(ASIDE)
 
     def log(self, **figures: Any) -> None:
-        """Log the loss or the gradient's norm of the current step: loss=loss, grad_norm=norm.
-
-        They show whether training is stable. Tensors are read a step later, without waiting.
+        """Log the loss of the current step: loss=loss. Tensors are read one step later, without
+        waiting.
 
         Shapes: each tensor has one element.
         """

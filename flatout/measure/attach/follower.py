@@ -117,7 +117,6 @@ class Follower:
         """How many stated steps are open. None: the loop does not state its steps."""
         self._failure: Failure | None = None
         self._losses: deque[tuple[int, float]] = deque(maxlen=MOST_KEPT)
-        self._grad_norms: deque[tuple[int, float]] = deque(maxlen=MOST_KEPT)
         self._logged, self._logs_itself = DelayedReadback(), False
         self._keys: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._trained: dict[int, bool] = {}
@@ -291,17 +290,14 @@ class Follower:
         self._log(figures, step)
 
     def _log(self, figures: Mapping[str, Any], step: int) -> None:
-        known = [name for name in ("loss", "grad_norm") if name in figures]
-        tensors = {name: torch.as_tensor(figures[name]).detach().reshape(()) for name in known}
-        if tensors:
-            self._logged.push(step, tensors, due=True)
+        if "loss" in figures:
+            loss = torch.as_tensor(figures["loss"]).detach().reshape(())
+            self._logged.push(step, {"loss": loss}, due=True)
 
     def _read_logged(self, *, flush: bool = False) -> None:
         """Keep the metrics that have arrived."""
         for step, figures in self._logged.ready(flush=flush):
-            for name, kept in (("loss", self._losses), ("grad_norm", self._grad_norms)):
-                if name in figures:
-                    kept.append((step, figures[name]))
+            self._losses.append((step, figures["loss"]))
 
     def _before_call(
         self, module: nn.Module, /, *args: Any, **kwargs: Any
@@ -443,7 +439,7 @@ class Follower:
 
         Raises: ConfigError when no step has been watched.
         """
-        stages, model, machine = self.stages, self.model, probe()
+        stages, machine = self.stages, probe()
         self._read_logged(flush=True)
         if stages is None:
             where = f": this is rank {self.rank}, and rank 0 is watched" if self.rank else ""
@@ -468,9 +464,7 @@ class Follower:
             **host_facts(Path()),
             **stages.gpu,
             **memory,
-            parameters=None if model is None else sum(w.numel() for w in model.parameters()),
             losses=tuple(self._losses) * is_one or None,
-            grad_norms=tuple(self._grad_norms) or None,
             failure=self._failure,
         )
         ordinary = stages.ordinary

@@ -47,8 +47,8 @@ LONG_RUN_STEPS = 10_000_000
 RECORDED = ("compile_fallback", "peak_tflops", "peak_source", "mfu")
 """Facts that the files of the measured run show."""
 KNOWN = frozenset(
-    {"config", "machine", "device", "parameters", "tokens_per_step", "planned_steps", "total_gib"}
-    | {"losses", "grad_norms", "failure", "source"}
+    {"config", "machine", "device", "tokens_per_step", "planned_steps", "total_gib"}
+    | {"losses", "failure", "source"}
 )
 """Facts that are known better than the steps show them."""
 OPEN = {"batch.rows_per_device": "auto", "batch.accumulate": None, "speedups": "auto"}
@@ -147,8 +147,7 @@ def measured(before: Evidence, ran: Ran, folder: Path) -> Evidence:
         if recorded.compile_fallback is not None:
             known["speedups"] = recorded.speedups
         last = min(once.get("steps", LONG_RUN_STEPS), before.planned_steps or LONG_RUN_STEPS)
-        for name in ("losses", "grad_norms"):
-            known[name] = tuple(one for one in getattr(recorded, name) or () if one[0] <= last)
+        known["losses"] = tuple(one for one in recorded.losses or () if one[0] <= last)
     if (failure := ran.failure) is not None:  # the directory that it may name is removed
         said = [one for one in failure.message.split(". ") if folder.parent.name not in one]
         known["failure"] = failure.model_copy(update={"message": ". ".join(said)})

@@ -95,7 +95,7 @@ def test_the_phases_of_a_healthy_recipe_fill_the_step(measured):
     assert not [one for one in found.values() if one.harm in ("fails", "spoils")]
     assert evidence.source == "measured run"
     assert evidence.steps >= 5
-    steps = {step for step, _ in evidence.losses + evidence.grad_norms}
+    steps = {step for step, _ in evidence.losses}
     assert max(steps) <= 40, "steps that the recipe does not have tell nothing about it"
     assert 0.7 < sum(evidence.phase_shares().values()) <= 1.01
     assert evidence.compute_s > 0

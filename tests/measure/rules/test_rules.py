@@ -45,7 +45,6 @@ ON_A_CPU = yaml.safe_load(
 ) | {
     "machine": MACHINE,
     "losses": LOSSES,
-    "grad_norms": tuple((step, 1.0) for step, _ in LOSSES),
 }
 ON_A_GPU = (
     ON_A_CPU
