@@ -25,7 +25,6 @@ from flatout.config.signature import Option, checked
 from flatout.errors import ConfigError
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import LOG
-from flatout.measure.attach.lines import ASIDE
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import PHASES, Evidence
 
@@ -103,8 +102,6 @@ class Watch:
             "watched loop", at_exit=self.finish, model=model, recorded_steps=recorded_steps
         )
         self._evidence: Evidence | None = None
-        self._latest: tuple[int, Evidence] | None = None
-        """Number of steps, and what was measured in them."""
         self._was_asked = False
 
     @property
@@ -145,17 +142,6 @@ class Watch:
         finally:
             self._loop.leave(name)
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Keep what flatout does here out of the lines of the steps."""
-        if self._loop.stages is not None:
-            self._loop.enter(ASIDE)
-        try:
-            yield
-        finally:
-            if self._loop.stages is not None:
-                self._loop.leave(ASIDE)
-
     def log(self, **figures: Any) -> None:
         """Log the loss of the current step: loss=loss. Tensors are read one step later, without
         waiting.
@@ -171,17 +157,13 @@ class Watch:
         """
         if self._evidence is not None:
             return self._evidence
-        if self._latest is None or self._latest[0] != self.steps:
-            with self._aside():
-                found = self._loop.evidence()
-            stages = self._loop.stages
-            planned, tokens = self._planned_steps, self._tokens_per_step
-            update: dict[str, float | None] = {"planned_steps": planned, "tokens_per_step": tokens}
-            if found.step_s and stages is not None:
-                update["tokens_per_s"] = tokens and tokens / stages.step_s
-                update["remaining_s"] = planned and max(planned - self.steps, 0) * found.step_s
-            self._latest = self.steps, found.model_copy(update=update)
-        return self._latest[1]
+        found, stages = self._loop.evidence(), self._loop.stages
+        planned, tokens = self._planned_steps, self._tokens_per_step
+        update: dict[str, float | None] = {"planned_steps": planned, "tokens_per_step": tokens}
+        if found.step_s and stages is not None:
+            update["tokens_per_s"] = tokens and tokens / stages.step_s
+            update["remaining_s"] = planned and max(planned - self.steps, 0) * found.step_s
+        return found.model_copy(update=update)
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict, the findings and their fixes.
@@ -189,8 +171,7 @@ class Watch:
         Raises: ConfigError when no step has been watched.
         """
         self._was_asked = True
-        with self._aside():
-            return diagnosis_of(self.evidence())
+        return diagnosis_of(self.evidence())
 
     def verdict(self) -> str:
         """Return the most important finding in one line.
@@ -223,7 +204,6 @@ class Watch:
 
     def _tell(self) -> None:
         was_asked = self._was_asked
-        self._latest = None
         self._evidence = self.evidence()
         diagnosis = self.diagnosis()
         if not was_asked:

@@ -292,15 +292,6 @@ def test_other_ranks_neither_measure_nor_speak(monkeypatch, capsys):
         watch.verdict()
 
 
-def test_what_flatout_does_itself_is_no_line_of_a_step(watch):
-    train(watch, 40)
-    for _ in range(20):
-        watch._latest = None
-        watch.verdict()
-    texts = [site.text for sites in watch.evidence().sites.values() for site in sites]
-    assert "watch.verdict()" not in texts
-
-
 def test_logged_losses_are_evidence(watch):
     for batch in watch(batches(60)):
         with watch.step():

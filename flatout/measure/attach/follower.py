@@ -493,9 +493,7 @@ class Follower:
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
-        update["kept_graphs"] = kept_graphs = self._graphs.kept()
-        if kept_graphs and (keeper := self._graphs.keeper(sys._getframe(1))):
-            update["kept_by"] = keeper
+        update["kept_graphs"] = self._graphs.kept()
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}

@@ -67,9 +67,6 @@ KINDS = {
 }
 """Kind of the lines in `Evidence.sites`, by the phase in which they run."""
 
-ASIDE = "flatout"
-"""The phase in which flatout answers, which no step has."""
-
 Line = tuple[str, int]
 """A file and a line number."""
 
@@ -283,8 +280,6 @@ class LineSampler:
 
     def _look(self, seconds: float) -> None:
         phase = self._phase()  # nothing from here to the stacks lets other threads run
-        if phase == ASIDE:
-            return
         faulthandler.dump_traceback(self._file, all_threads=True)
         is_of_phase = self._phase() == phase
         stacks = _stacks_in(self._file)

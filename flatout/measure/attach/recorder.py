@@ -7,9 +7,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
 
@@ -32,8 +30,6 @@ MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
 WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
-MOST_NODES = 500
-"""Nodes of a graph that are looked at."""
 MARK_DEPTH = 16
 """Nodes below the loss at which its graph is marked once more: outputs may be kept without it."""
 
@@ -189,19 +185,6 @@ class Graphs:
         earlier = [*self._marks][:-2]
         return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
 
-    def keeper(self, frame: FrameType | None) -> str | None:
-        """Return the variable of the calling user code that keeps graphs.
-
-        Variables of this thread's frames and attributes of their objects are looked at.
-        """
-        while frame is not None:
-            if is_user_code(frame.f_code.co_filename):
-                for name, value in _variables(frame):
-                    if len({*itertools.islice(_marks_in(value), 3)}) == 3:
-                        return name
-            frame = frame.f_back
-        return None
-
 
 def _metadata(node: Any) -> dict[str, Any]:
     """Return what torch keeps with a node of a graph for as long as the node."""
@@ -215,34 +198,3 @@ def _chain(node: Any) -> Iterator[Any]:
         yield node
         below = (each for each, _ in node.next_functions)
         node = next((one for one in below if one and one.name() != ACCUMULATE), None)
-
-
-def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    for name, value in [*frame.f_locals.items()]:
-        yield name, value
-        if is_user_code(getattr(sys.modules.get(type(value).__module__), "__file__", "") or "<"):
-            yield from ((f"{name}.{key}", one) for key, one in [*vars_of(value).items()])
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object. {} if it has no dictionary of them."""
-    return getattr(value, "__dict__", None) or {}
-
-
-def _marks_in(value: Any) -> Iterator[int]:
-    """Yield the marks that are reachable through the graphs of a tensor or a list of them."""
-    tensors: Iterable[Any] = [value] if isinstance(value, Tensor) else ()
-    if isinstance(value, (list, tuple, deque)):
-        tensors = [*value][-MIN_ATTENTION:]
-    nodes = [one.grad_fn for one in tensors if isinstance(one, Tensor) and one.grad_fn is not None]
-    chains = [[*itertools.islice(_chain(node), 2 * MARK_DEPTH)] for node in nodes]
-    nodes += itertools.chain.from_iterable(chains)
-    for _ in range(MOST_NODES):
-        if not nodes:
-            return
-        node = nodes.pop(0)
-        mark = _metadata(node).get(KEY)
-        if mark is not None:  # what is before a loss has no other marks
-            yield id(mark)
-            continue
-        nodes += [each for each, _ in node.next_functions if each is not None]

@@ -59,11 +59,10 @@ def test_kept_outputs_keep_their_graph_without_the_loss(weights):
         loss.backward()
         outputs.append(output)
     assert graphs.kept() == 1.0
-    assert graphs.keeper(sys._getframe()) == "outputs"
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_kept_graphs_are_counted_and_their_variable_is_named(weights, keeps):
+def test_kept_graphs_are_counted(weights, keeps):
     graphs, losses, total = Graphs(), [], 0.0
     for _ in range(10):
         loss = (weights @ weights).sum()
@@ -72,7 +71,6 @@ def test_kept_graphs_are_counted_and_their_variable_is_named(weights, keeps):
         losses.append(loss if keeps else loss.item())
         total += loss.item()
     assert graphs.kept() == (1.0 if keeps else 0.0)
-    assert graphs.keeper(sys._getframe()) == ("losses" if keeps else None)
 
 
 def padded(lengths, width=64, *, left=False):
