@@ -38,7 +38,7 @@ ON_A_CPU = yaml.safe_load(
     total_gib: 64.0, free_gib: 60.0, peak_gib: 20.0, reserved_gib: 22.0, estimated_gib: 19.0,
     rows_that_fit: 12, cores: 8, threads: 8, other_busy_cores: 0.1, torch_version: 2.13.0,
     sees_gpu: false, disk_free_gib: 100.0, disk_needed_gib: 2.0, train_tokens: 10000000,
-    val_tokens: 100000, parameters: 1000000, tokens_per_step: 128, planned_steps: 1000,
+    val_tokens: 100000, tokens_per_step: 128, planned_steps: 1000,
     epochs: 2.0, peak_tflops: 800.0, mfu: 0.5, tokens_per_s: 10000.0, remaining_s: 3600.0,
     counterfactual_s: {synthetic-data: 0.0995}
     }"""
