@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.assembly.choices import Decision, parse_request, parts_of, speedups_for
+from flatout.assembly.choices import Decision, parts_of
 from flatout.assembly.heap import keep_freed_memory
 from flatout.assembly.memory import gather_dtype, memory_bytes
 from flatout.assembly.parts import Parts, Readback, zero_in_place
@@ -23,7 +23,7 @@ from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.store.mix import AnyDataset
 from flatout.display import memory_size
 from flatout.distributed.mesh import Mesh, wrap
-from flatout.errors import ConfigError, HardwareError
+from flatout.errors import HardwareError
 from flatout.hardware.machine import Machine
 from flatout.hardware.roofline import Peak
 from flatout.models.language_model import LanguageModel, model_of
@@ -308,13 +308,6 @@ def _model(
     if not is_sharded:
         allocate(core, mesh.device, draws=draws)
     if parts.activations is not None:
-        if core.layers[0] is getattr(core, "module", None):
-            name = speedups_for("activations", parse_request(config.speedups).named)[0]
-            raise ConfigError(
-                f"{name} recomputes layers one by one, and {type(core).__name__} has no "
-                "nn.ModuleList of several modules.",
-                fix=f"Keep its layers in an nn.ModuleList, or remove {name} from speedups.",
-            )
         parts.activations(core)
     if parts.compilation is not None:
         parts.compilation(core, mesh)

@@ -134,11 +134,6 @@ class Speedup:
     """Returns one sentence on why it cannot or should not run here, or None. A separate check
     covers models that do not call the functions it replaces.
     """
-    predicted: str | None = None
-    """The expected gain, up to the first colon or full stop, then the arithmetic behind it. Written
-    before anything is measured.
-    """
-
     rank: int = UNRANKED
     """Position among the speedups. Equal ranks go by name.
 

@@ -8,7 +8,7 @@ wait inside a collective for the one that failed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,7 @@ from flatout.assembly.parts import divisors
 from flatout.assembly.recompute import recompute_layers
 from flatout.assembly.run import Run
 from flatout.display import memory_size
-from flatout.errors import OutOfMemory, RunFailed, SmallerBatch
+from flatout.errors import ConfigError, OutOfMemory, RunFailed, SmallerBatch
 from flatout.progress import counted
 from flatout.training.run_dir import layout
 
@@ -217,8 +217,9 @@ def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
     if fewer:
         fixes.append(f"Set {rows_advice(next(fits, fewer[0]), share)}")
     if run.parts.activations is None:
-        recomputing = replace(workload, activations=recompute_layers)
-        less = need - estimate(recomputing, rows, accumulate).total
+        recomputing, less = replace(workload, activations=recompute_layers), 0
+        with suppress(ConfigError):  # a module without a list of layers
+            less = need - estimate(recomputing, rows, accumulate).total
         if less > (1 - MAX_SHARE_LEFT) * need:
             fixes.append(
                 f"{'Or add' if fixes else 'Add'} activation checkpointing (+checkpointing in "

@@ -78,8 +78,6 @@ class ListedSpeedup(Stored):
     """How much it may change the losses."""
     gain: str | None
     """The gain that bench measured on this hardware."""
-    predicted: str | None
-    """The predicted gain."""
 
     def why(self) -> str:
         """Return the reason, with a gain that it does not state, or that nothing was measured."""
@@ -188,7 +186,6 @@ def _speedups(recipe: str | Path | None) -> ListResult:
                 tolerance=speedup.tolerance.kind,
                 measured=True if gain else is_measured(speedup, config, machine, device),
                 gain=gain and gain.describe(),
-                predicted=speedup.predicted,
             )
         )
     items.sort(key=lambda item: not item.on)
