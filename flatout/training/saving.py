@@ -28,8 +28,6 @@ from flatout.training.checkpoint.catalog import (
     newest_to_keep,
     steps_between_saves,
 )
-from flatout.training.checkpoint.host_copy import bytes_of
-from flatout.training.checkpoint.savers import take
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.data_location import data_facts, digest
 from flatout.training.run_dir.lock import require_held
@@ -129,7 +127,7 @@ def unless_full(run: Run, log: Log) -> Iterator[None]:
 
 @contextmanager
 def stating_room(run: Run) -> Iterator[None]:
-    """Add to an error about a full disk what a checkpoint needs.
+    """Add to an error about a full disk what is free.
 
     Raises: DiskFull.
     """
@@ -140,15 +138,13 @@ def stating_room(run: Run) -> Iterator[None]:
 
 
 def no_room(run: Run, error: DiskFull) -> DiskFull:
-    """Return the error with what a checkpoint of this run needs, and what is free."""
+    """Return the error with the step, and what is free."""
     what = f"At step {run.step}, {error.what[0].lower()}{error.what[1:]}"
     if error.fix == TOO_LARGE:  # whatever is free
         return DiskFull(what, fix=error.fix)
-    needed = run.mesh.world_size * bytes_of(take(run, {}).tensors)
     disk = catalog.existing(run.folder / catalog.CHECKPOINTS)
     free = amount(shutil.disk_usage(disk).free, "bytes")
-    needs = f"It needs about {amount(needed, 'bytes')}, and {free} are free in {disk}."
-    return DiskFull(f"{what} {needs}", fix=error.fix)
+    return DiskFull(f"{what} {disk} has {free} free.", fix=error.fix)
 
 
 def info_of(run: Run, log: Log) -> CheckpointInfo:
@@ -189,7 +185,7 @@ def log_saves(run: Run, log: Log) -> None:
 def save_last(run: Run, log: Log) -> None:
     """Save the current step unless it is already saved, and wait for its checkpoint.
 
-    Raises: DiskFull with what it needs and what is free; as `save`.
+    Raises: DiskFull with what is free; as `save`.
     """
     path = catalog.checkpoint_path(run.folder, run.step)
     with unless_full(run, log):  # of an earlier save in the background

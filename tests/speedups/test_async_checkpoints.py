@@ -166,7 +166,7 @@ def full_disk(monkeypatch):
 
     def full(is_full):
         def refused(snapshot, temporary):
-            if is_full(snapshot.state["step"]):
+            if is_full(snapshot.documents[catalog.STATE]["step"]):
                 raise OSError(28, "No space left on device")
             write(snapshot, temporary)
 
@@ -195,7 +195,7 @@ def test_a_full_disk_at_the_end_fails_with_a_fix_and_the_next_start_completes_th
 ):
     config = tiny_config(train__steps=6, checkpoint__every_steps=4, speedups=BESIDE)
     full_disk(lambda step: step > 4)
-    with pytest.raises(DiskFull, match=r"No space left.* It needs about .* are free") as failed:
+    with pytest.raises(DiskFull, match=r"No space left.* has .* free") as failed:
         run_training(config, tmp_path / "run")
     assert failed.value.fix == "Free space on that disk, then run the same command again."
     assert read_exit_code(tmp_path / "run") == 1

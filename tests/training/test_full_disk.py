@@ -118,7 +118,7 @@ def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
     write = savers.write_share
 
     def full(snapshot, temporary):
-        if snapshot.state["step"] == 4:
+        if snapshot.documents[catalog.STATE]["step"] == 4:
             refusing(errno.ENOSPC)()
         write(snapshot, temporary)
 
@@ -128,7 +128,7 @@ def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
     assert catalog.steps(tmp_path / "run") == [2, 6]
     (failed,) = events(tmp_path / "run", "save_failed")
     assert failed["text"].startswith("At step 4, a checkpoint cannot write its files: [Errno 28]")
-    assert "It needs about " in failed["text"]
+    assert " free. Training continues" in failed["text"]
     assert failed["text"].endswith("Training continues. The newest checkpoint is that of step 2.")
     assert failed["text"] in messages.lines
 

@@ -286,14 +286,8 @@ class Snapshot:
     """Names of the tensors that are not parameters: a forward pass may change them."""
     entries: Mapping[str, Entry]
     """Index entries of the tensors."""
-    values: JsonObject
-    """The JSON values, on rank 0."""
-    index: JsonObject
-    """What index.json has besides the tensors."""
-    state: JsonObject
-    """What state.json has besides the values."""
-    info: JsonObject | None = None
-    """The content of info.json. None when there is none."""
+    documents: dict[str, JsonObject]
+    """The JSON files on rank 0, whose index.json lacks the tensors."""
     is_copied: bool = False
     """Whether the tensors are copies, so that the run may change meanwhile."""
 
@@ -319,24 +313,23 @@ def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> S
                 for name, tensor in mine.items()
                 if item.name == "weights" and not isinstance(tensor, nn.Parameter)
             }
-    return Snapshot(
-        rank=rank,
-        world_size=world_size,
-        tensors=tensors,
-        buffers=frozenset(buffers),
-        entries=entries,
-        values={item.name: item.read(run) for item in STATE if item.used(run) and run.mesh.is_main},
-        index={
-            "aliases": weights_and_aliases(run.core)[1],
-            **({"base": run.base} if run.base else {}),
-        },
-        state={"step": run.step, "world_size": world_size, "environment": dict(environment)},
-        info=info,
-    )
+    documents: dict[str, JsonObject] = {}
+    if run.mesh.is_main:
+        base = {"base": run.base} if run.base else {}
+        documents[catalog.INDEX] = {"aliases": weights_and_aliases(run.core)[1], **base}
+        documents[catalog.STATE] = {
+            "step": run.step,
+            "world_size": world_size,
+            "environment": environment,
+            "values": {item.name: item.read(run) for item in STATE if item.used(run)},
+        }
+        if info is not None:
+            documents[INFO] = info
+    return Snapshot(rank, world_size, tensors, frozenset(buffers), entries, documents)
 
 
 def write_share(snapshot: Snapshot, temporary: Path) -> None:
-    """Write this rank's slices and values, and a description of them for rank 0."""
+    """Write this rank's slices, and a description of them for rank 0."""
     files: JsonObject = {}
     for name, tensors in snapshot.tensors.items():
         path = temporary / name
@@ -344,8 +337,7 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
         sync(path)
         files[name] = entry_of(path).model_dump()
     entries = {name: entry.model_dump() for name, entry in snapshot.entries.items()}
-    share = {"tensors": entries, "files": files, "values": snapshot.values}
-    _write(_share(temporary, snapshot.rank), share)
+    _write(_share(temporary, snapshot.rank), {"tensors": entries, "files": files})
 
 
 def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> None:
@@ -359,24 +351,14 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
         {name: Entry.model_validate(entry) for name, entry in share["tensors"].items()}
         for share in shares
     )
-    documents: JsonObject = {
-        catalog.INDEX: {
-            "tensors": {name: entry.model_dump() for name, entry in tensors.items()},
-            **snapshot.index,
-        },
-        catalog.STATE: {
-            **snapshot.state,
-            "values": shares[0]["values"],
-        },
-        **({INFO: snapshot.info} if snapshot.info is not None else {}),
-    }
+    index = {"tensors": {name: entry.model_dump() for name, entry in tensors.items()}}
     for path in paths:
         path.unlink()
     files = {name: of_file for share in shares for name, of_file in share["files"].items()}
-    for name, document in documents.items():
-        _write(temporary / name, document)
+    for name, document in snapshot.documents.items():
+        _write(temporary / name, index | document if name == catalog.INDEX else document)
         files[name] = entry_of(temporary / name).model_dump()
-    step = snapshot.state["step"]
+    step = snapshot.documents[catalog.STATE]["step"]
     manifest = {
         "kind": "checkpoint",
         "format_version": catalog.FORMAT_VERSION,

@@ -6,8 +6,9 @@ concurrently, a step takes as long as the slower of the two, and timing makes ne
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,36 +18,6 @@ from flatout.training.metrics.phases import PhaseTimer
 
 Span = Callable[[], float]
 """Returns the device time in seconds of one step, which must have finished."""
-
-
-@dataclass(frozen=True)
-class TimeBreakdown:
-    """Where the time of a number of steps went, in seconds summed over the steps."""
-
-    steps: int = 0
-    train_s: float = 0.0
-    """Wall-clock time of training."""
-    wait_s: float = 0.0
-    """Time that the host spent waiting for data."""
-    blocked_s: float = 0.0
-    """Time that the host spent waiting for the device: steps on a CPU, readbacks on a GPU."""
-    device_s: float = 0.0
-    """Time that the device spent on steps."""
-
-    @property
-    def host_s(self) -> float:
-        """Time of host work: queueing kernels (on a GPU), the loop, logging."""
-        return max(self.train_s - self.wait_s - self.blocked_s, 0.0)
-
-    def step_figures(self) -> dict[str, float]:
-        """Return the means per step, under their names in metrics.jsonl."""
-        seconds = {
-            "step": self.train_s,
-            "data_wait": self.wait_s,
-            "host": self.host_s,
-            "device": self.device_s,
-        }
-        return {f"perf/{name}_ms": 1e3 * total_s / self.steps for name, total_s in seconds.items()}
 
 
 class StepClock:
@@ -105,21 +76,19 @@ class StepClock:
         return taken
 
 
-def device_seconds(spans: Iterable[Span]) -> float:
-    """Return the device seconds of `spans`. Their steps finished before the last readback."""
-    return sum(span() for span in spans)
-
-
 @dataclass
 class Interval:
     """The steps since the last record."""
 
     started_s: float
+    ended_s: float = math.inf
     steps: int = 0
-    wait_ms: float = 0.0
+    wait_s: float = 0.0
+    """Time that the host spent waiting for data."""
     aside_s: float = 0.0
     """Time spent on evaluation, samples and saves, which is not training."""
     blocked_s: float = 0.0
+    """Time that the host spent waiting for the device: steps on a CPU, readbacks on a GPU."""
     tokens: int = 0
     samples: int = 0
     flops: float = 0.0
@@ -127,10 +96,21 @@ class Interval:
     spans: list[Span] = field(default_factory=list)
     """Device work, one span per step."""
 
-    def train_s(self, now_s: float) -> float:
-        """Return the seconds of training in the interval."""
-        return max(now_s - self.started_s - self.aside_s, 1e-9)
+    @property
+    def train_s(self) -> float:
+        """Seconds of training, once it has ended."""
+        return max(self.ended_s - self.started_s - self.aside_s, 1e-9)
 
-    def host_times(self, now_s: float) -> TimeBreakdown:
-        """Return the breakdown as the host knows it, without the device time."""
-        return TimeBreakdown(self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s)
+    def figures(self) -> dict[str, float]:
+        """Return the means per step, under their names in metrics.jsonl.
+
+        The device's are those of `spans`, whose steps finished before the last readback. The host's
+        is what remains: queueing kernels (on a GPU), the loop, logging.
+        """
+        seconds = {
+            "step": self.train_s,
+            "data_wait": self.wait_s,
+            "host": max(self.train_s - self.wait_s - self.blocked_s, 0.0),
+            "device": sum(span() for span in self.spans),
+        }
+        return {f"perf/{name}_ms": 1e3 * total_s / self.steps for name, total_s in seconds.items()}

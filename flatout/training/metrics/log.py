@@ -27,10 +27,7 @@ from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadSteps
 from flatout.training.metrics.clocks import (
     Interval,
-    Span,
     StepClock,
-    TimeBreakdown,
-    device_seconds,
 )
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
 from flatout.training.metrics.device import OtherProcesses, gpu_figures, memory_gib
@@ -73,8 +70,7 @@ class PendingRecord(NamedTuple):
     """A record whose device metrics have not been read back yet."""
 
     figures: dict[str, float]
-    host_times: TimeBreakdown
-    spans: list[Span]
+    interval: Interval
 
 
 class Log:
@@ -150,7 +146,7 @@ class Log:
         """Count the step that was just queued. `run.step` already includes it."""
         run, interval = self._run, self._interval
         interval.steps += 1
-        interval.wait_ms += batch.wait_ms
+        interval.wait_s += 1e-3 * batch.wait_ms
         interval.tokens += batch.tokens
         interval.samples += batch.samples
         interval.flops += batch.tokens * float(self._flops_per_token(batch.seq_len).causal_exact)
@@ -336,8 +332,10 @@ class Log:
     def _close_interval(self, result: StepResult) -> PendingRecord:
         """Start a new interval, and return the host's metrics of the previous one."""
         self._collect_spans()
-        run, interval, now_s = self._run, self._interval, time.perf_counter()
-        train_s = interval.train_s(now_s)
+        run, interval = self._run, self._interval
+        interval.ended_s = time.perf_counter()
+        self._interval = Interval(interval.ended_s)
+        train_s = interval.train_s
         rates = Rates(interval.tokens / train_s, interval.flops / train_s)
         self.rates.append(rates)
         figures = self._position() | {
@@ -357,8 +355,7 @@ class Log:
         if self._others and run.mesh.world_size == 1:  # ranks are other processes to each other
             others = partial(self._others.figures, run.machine.cores)
             figures |= self._beside("the load of other processes", others, none)
-        self._interval = Interval(now_s)
-        return PendingRecord(figures, interval.host_times(now_s), interval.spans)
+        return PendingRecord(figures, interval)
 
     def _write_ready(self, *, flush: bool) -> None:
         """Write the records whose device metrics have arrived. With `flush`, wait for all."""
@@ -373,10 +370,9 @@ class Log:
             if not figures[SKIPPED]:
                 del figures[SKIPPED]
             pending = self._pending.pop(step)
-            times = replace(pending.host_times, device_s=device_seconds(pending.spans))
             if math.isfinite(figures["train/loss"]):
                 self.train_loss = figures["train/loss"]
-            self._write(pending.figures | times.step_figures() | figures)
+            self._write(pending.figures | pending.interval.figures() | figures)
 
     def _write(self, record: Mapping[str, float]) -> None:
         """Write a record without its non-finite metrics, which JSON cannot represent."""

@@ -113,12 +113,11 @@ def resume_path(resume: str) -> str:
     try:
         return str(find_run(resume))
     except CheckpointError as error:
-        guess = nearest(resume, [*RESUME, *run_names()])
-        guess = "never" if resume.lower() in NEGATIVE else guess
-        hint = f"Did you mean {guess!r}? " if guess else ""
+        guess = "never" if resume.lower() in NEGATIVE else nearest(resume, [*RESUME, *run_names()])
         raise CheckpointError(
             f"--resume {resume} names no run or checkpoint.",
-            fix=f"{hint}Give auto, never, or the path of a checkpoint or a run directory.",
+            fix=f"{f'Did you mean {guess!r}? ' * bool(guess)}Give auto, never, or the path of a "
+            "checkpoint or a run directory.",
         ) from error
 
 
