@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,6 @@ from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
-MOST_NAMED = 3
 SET_KEYS = "Set the model keys to the values of that run."
 READ_CODE = (
     "That model is custom code, which was not imported: read it, then set model.kind yourself."
@@ -181,33 +180,25 @@ def _require_fit(
 
     Raises: ConfigError with the first differences, and the `model.` overrides to paste.
     """
-    differ = list(_shapes_that_differ(MergedWeights(checkpoint).shapes, shapes))
-    here = config.model.model_dump(mode="json")
-    keys = {f"model.{key}": value for key, value in theirs.items() if here.get(key) != value}
+    found, mine = MergedWeights(checkpoint).shapes, config.model.model_dump(mode="json")
+    keys = {f"model.{key}": value for key, value in theirs.items() if mine.get(key) != value}
     wrong = [key for key in keys if key.removeprefix("model.") not in FREE_OF_WEIGHTS]
-    values = [f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong]
-    differences = differ or values
+    differences = [
+        f"{name} is {_shape(found, name)} there and {_shape(shapes, name)} here"
+        for name in sorted({*found, *shapes})
+        if found.get(name) != shapes.get(name)
+    ] or [f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong]
     if not differences:
         return
-    listed = "; ".join(differences[:MOST_NAMED])
-    if len(differences) > MOST_NAMED:
-        listed += f"; and {len(differences) - MOST_NAMED} more"
     overrides = " ".join(override(key, keys[key]) for key in (wrong or keys))
     fix = f"Add these overrides: {overrides} (the values of that run)." if keys else SET_KEYS
     if references_in({"model": {"kind": keys.get("model.kind")}}):
         fix = READ_CODE
     raise ConfigError(
-        f"The weights of {checkpoint} belong to a different model: {listed}.", fix=fix
+        f"The weights of {checkpoint} belong to a different model: {'; '.join(differences[:3])}.",
+        fix=fix,
     )
 
 
-def _shapes_that_differ(
-    there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]
-) -> Iterator[str]:
-    for name in sorted({*there, *here}):
-        if name not in there:
-            yield f"it has no {name}"
-        elif name not in here:
-            yield f"it has {name}, which this model lacks"
-        elif there[name] != here[name]:
-            yield f"{name} is {list(there[name])} there and {list(here[name])} here"
+def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+    return str([*shapes[name]]) if name in shapes else "missing"
