@@ -21,6 +21,7 @@ from flatout.distributed.mesh import Mesh
 from flatout.ops import float64_device
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
+from flatout.training.step import Dropped
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -112,10 +113,6 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-class EvaluationDropped(Exception):
-    """An evaluation was abandoned between two batches."""
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """Scores datasets with one model, in batches of the run's micro-batch size."""
@@ -129,7 +126,7 @@ class Evaluator:
     precision: Precision
     drop: Callable[[int], bool] | None = None
     """Called with the batch number, counted from 1, before each batch of a split but the first.
-    EvaluationDropped is raised when it returns True.
+    Dropped is raised when it returns True.
     """
 
     def score(
@@ -182,7 +179,7 @@ class Evaluator:
         with evaluating(self.model), task as done:
             for number, micro in enumerate(batches, 1):
                 if number > 1 and self.drop is not None and self.drop(number):
-                    raise EvaluationDropped
+                    raise Dropped
                 with self.precision.context(mesh.device.type):
                     loss, valid = self.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
                 loss_sum += loss.to(exact)
@@ -220,7 +217,7 @@ def score(
 ) -> Evaluation | None:
     """Score the run's validation text, or the first `max_tokens`. None when there is none.
 
-    Raises: EvaluationDropped when `drop`, called between batches, returns True.
+    Raises: Dropped when `drop`, called between batches, returns True.
     """
 
     def between_batches(number: int) -> bool:

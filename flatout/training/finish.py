@@ -23,7 +23,7 @@ def finish(session: Session) -> JsonObject:
     """Save, evaluate on the whole validation split, sample, and return the summary.
 
     Every rank calls it.
-    Raises: EvaluationDropped when `session.drop`, called between the evaluation's batches, returns
+    Raises: Dropped when `session.drop`, called between the evaluation's batches, returns
             True. The state is saved by then. DiskFull when the last step, or that it is the best,
             cannot be saved. The run is then not complete, and the same command tries again.
     """

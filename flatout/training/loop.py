@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from flatout.assembly.run import Run
 from flatout.distributed.rendezvous import expect_steps
 from flatout.training.divergence import require_good_steps
-from flatout.training.evaluation import Evaluation, EvaluationDropped, score
+from flatout.training.evaluation import Evaluation, score
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.start import out_of_patience
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
 from flatout.training.signals import WorkInterrupted
 from flatout.training.soundness import require_sound
-from flatout.training.step import StepDropped, train_step
+from flatout.training.step import Dropped, train_step
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def fit(session: Session) -> Run:
                     batch = next(run.loader)
                 with log.clock:  # device work only, does not wait
                     result = train_step(run, batch, session.drop, phase)
-            except StepDropped:
+            except Dropped:
                 run.loader.seek(position)
                 break
             run.step += 1
@@ -80,7 +80,7 @@ def between_steps(session: Session, saves: SaveSchedule) -> None:
         with log.aside("evaluation"):
             try:
                 log_evaluation(session)
-            except EvaluationDropped:
+            except Dropped:
                 run.evaluation_due = True
                 return
     if due(run.config.train.sample_every, run):
@@ -117,7 +117,7 @@ def log_evaluation(session: Session) -> Evaluation | None:
 
     Returns: None when there is no validation text.
     Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
-            unaffected. EvaluationDropped, as `score`. DiskFull at the last step.
+            unaffected. Dropped, as `score`. DiskFull at the last step.
     """
     run, log = session.run, session.log
     require_sound(run, log)

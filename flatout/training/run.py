@@ -45,7 +45,6 @@ from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.weights import weights_of
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import (
-    EvaluationDropped,
     batch_shapes,
     warn_of_empty_steps,
     warn_of_unscored,
@@ -56,13 +55,12 @@ from flatout.training.loop import Session, ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
-from flatout.training.metrics.records import truncate_metrics
 from flatout.training.out_of_memory import explained, halving, peers_named
 from flatout.training.rates import record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
-from flatout.training.run_dir.runlog import record_exit
+from flatout.training.run_dir.runlog import record_exit, truncate_metrics
 from flatout.training.run_dir.start import is_own
 from flatout.training.run_plan import (
     RunPlan,
@@ -73,6 +71,7 @@ from flatout.training.run_plan import (
 )
 from flatout.training.saving import closing_saver, environment_of, save_last
 from flatout.training.signals import StopRequests, WorkInterrupted
+from flatout.training.step import Dropped
 from flatout.training.upload.uploader import claimed, send_rest, sending
 from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
@@ -210,7 +209,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             with run.pulse.during("finishing"):
                 summary = finish(session)
                 log.end(summary)
-        except (WorkInterrupted, EvaluationDropped):
+        except (WorkInterrupted, Dropped):
             save_and_stop(session, stop)
     if mesh.is_main and log.is_steady:
         record(run, request, summary, log.cached_s)

@@ -161,8 +161,8 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
 def _digests_together(folder: Path, ranks: Ranks) -> dict[Path, str]:
     """Read the newest checkpoint of a run, each rank its own files, and return their SHA-256."""
     newest: list[Path | None] = [None]
-    if ranks.rank == 0 and (steps := catalog.steps(folder)):
-        newest[0] = catalog.checkpoint_path(folder, steps[-1])
+    if ranks.rank == 0 and (steps := {*catalog.steps(folder)} - RunLog(folder).rejected):
+        newest[0] = catalog.checkpoint_path(folder, max(steps))
     torch.distributed.broadcast_object_list(newest, src=0)
     found: list[dict[Path, str]] = [{}] * ranks.world_size
     own = catalog.digests_of(newest[0], ranks.rank, ranks.world_size) if newest[0] else {}

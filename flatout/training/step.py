@@ -32,8 +32,8 @@ Drop = Callable[["Run", int], bool]
 """(run, number of the next batch, from 2) -> whether to drop the work. Equal on all ranks."""
 
 
-class StepDropped(Exception):
-    """A step was abandoned between two micro-batches and changed nothing."""
+class Dropped(Exception):
+    """A step or an evaluation was abandoned between two batches and changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def train_step(
 
     `drop` is called before every micro-batch but the first. `phase` returns a context that
     times forward, backward or optimizer.
-    Raises: StepDropped when it returns True. Gradients are cleared, and persistent buffers, which
+    Raises: Dropped when it returns True. Gradients are cleared, and persistent buffers, which
             forward passes may change, have their values from before the step again.
     """
     seed_step(run)
@@ -99,7 +99,7 @@ def train_step(
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
-            raise StepDropped
+            raise Dropped
         with run.grad_sync(number == batch.num_micro_batches):
             with phase("forward"), run.autocast():
                 micro_loss, micro_valid = run.model(

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from flatout.display import duration
 from flatout.errors import Stopped
 from flatout.storage.files import open_own
 from flatout.training.run_dir import layout
@@ -72,7 +73,7 @@ class Watchdog:
         while not self._closing.wait(interval_s):
             if pulse.beats != seen:
                 if is_stalled:
-                    line = f"Step {self._run.step + 1:,} continues after {_time(idle_s)}."
+                    line = f"Step {self._run.step + 1:,} continues after {duration(idle_s)}."
                     _in_time(partial(self._tell, "stall_over", line))
                 seen, idle_s, is_stalled = pulse.beats, 0.0, False
                 continue
@@ -88,7 +89,7 @@ class Watchdog:
 
     def _report(self, idle_s: float) -> None:
         run, path = self._run, self._run.folder / layout.WATCHDOG
-        text = f"No progress for {_time(idle_s)} after step {run.step:,}, while"
+        text = f"No progress for {duration(idle_s)} after step {run.step:,}, while"
         text += f" {run.pulse.activity}."
         ends = " The process ends, unless it continues." if self._stops else ""
         where = f"The stacks of all threads of each process are in {path}."
@@ -130,7 +131,3 @@ def _in_time(work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work, name="flatout-watchdog-report", daemon=True)
     thread.start()
     thread.join(STUCK_DISK_S)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"

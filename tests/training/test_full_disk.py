@@ -16,9 +16,9 @@ import pytest
 
 from flatout.errors import DiskFull, RunFailed
 from flatout.training.checkpoint import catalog, savers
-from flatout.training.metrics import records as lines
 from flatout.training.run import run_training
-from flatout.training.run_dir import layout
+from flatout.training.run_dir import layout, runlog
+from flatout.training.run_dir.runlog import Lines
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_a_rejected_summary_is_named_and_the_same_command_completes_the_run(
         return refusing(error)() if b'"event": "end"' in data else write(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lines, "os", SimpleNamespace(**vars(os) | {"write": reject_the_end}))
+        patch.setattr(runlog, "os", SimpleNamespace(**vars(os) | {"write": reject_the_end}))
         with pytest.raises(RunFailed, match="Cannot write") as failed:
             run_training(config, tmp_path / "run")
     assert fix in failed.value.fix
@@ -80,7 +80,7 @@ def test_lines_that_the_disk_rejects_are_written_later_and_training_continues(
         return write(descriptor, data)
 
     run = tmp_path / "run"
-    monkeypatch.setattr(lines, "os", SimpleNamespace(**vars(os) | {"write": sometimes}))
+    monkeypatch.setattr(runlog, "os", SimpleNamespace(**vars(os) | {"write": sometimes}))
     assert run_training(tiny_config(), run, progress=messages)["steps"] == 6
     assert len(tries) > 7
     assert [record["step"] for record in records(run) if "train/loss" in record] == [*range(1, 7)]
@@ -98,7 +98,7 @@ def test_a_disk_that_never_accepts_the_records_costs_only_them(
         is_record = os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl")
         return refusing(errno.ENOSPC)() if is_record else write(descriptor, data)
 
-    monkeypatch.setattr(lines, "os", SimpleNamespace(**vars(os) | {"write": reject_records}))
+    monkeypatch.setattr(runlog, "os", SimpleNamespace(**vars(os) | {"write": reject_records}))
     result = run_training(tiny_config(), tmp_path / "run", progress=messages)
     assert result["steps"] == 6
     assert any("metrics.jsonl lacks lines" in line for line in messages.lines)
@@ -106,7 +106,7 @@ def test_a_disk_that_never_accepts_the_records_costs_only_them(
 
 def test_a_line_that_a_kill_left_unfinished_stays_apart(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"event": "sta')
-    events = lines.Lines(tmp_path / "events.jsonl")
+    events = Lines(tmp_path / "events.jsonl")
     events.append({"event": "resume"})
     events.close()
     assert (tmp_path / "events.jsonl").read_text().splitlines()[1:] == ['{"event": "resume"}']

@@ -13,10 +13,10 @@ from flatout.data.store.manifest import read_manifest
 from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.storage import json_io
 from flatout.storage.json_io import append_line
-from flatout.training.metrics.records import Lines
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout, lock
 from flatout.training.run_dir.lock import hold_lock, is_locked
+from flatout.training.run_dir.runlog import Lines
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.training.step import StepDropped, seed_step, train_step
+from flatout.training.step import Dropped, seed_step, train_step
 
 
 def steps(run, count=4):
@@ -148,7 +148,7 @@ def test_a_dropped_step_changes_nothing(build_run, tiny_config):
     rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
     weights = {name: tensor.clone() for name, tensor in run.core.state_dict().items()}
     numbers = []
-    with pytest.raises(StepDropped):
+    with pytest.raises(Dropped):
         train_step(run, next(run.loader), lambda _, number: numbers.append(number) or number == 3)
     assert numbers == [2, 3]
     assert all(p.grad is None for p in run.core.parameters())

@@ -33,9 +33,8 @@ from flatout.training.metrics.compile_events import Compilations, CompilationWat
 from flatout.training.metrics.device import OtherProcesses, gpu_figures, memory_gib
 from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
-from flatout.training.metrics.records import Lines
 from flatout.training.run_dir.layout import EVENTS, METRICS, SKIPPED
-from flatout.training.run_dir.runlog import DIVERGENCE, RunLog
+from flatout.training.run_dir.runlog import DIVERGENCE, Lines, RunLog
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

@@ -23,10 +23,9 @@ from flatout.storage.json_io import object_or_none
 from flatout.storage.remote.connection import NothingThere
 from flatout.storage.whole import MANIFEST, PULL, Altered, fetch, pull
 from flatout.training.checkpoint import catalog
-from flatout.training.metrics.records import missing_metrics
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import continued
-from flatout.training.run_dir.runlog import RunLog
+from flatout.training.run_dir.runlog import RunLog, missing_metrics
 from flatout.training.upload.remote import (
     RUN_FILES,
     RemoteCopy,
