@@ -93,8 +93,11 @@ def restore_lost(
             fetch(info, copy / catalog.INFO, most_bytes=MOST_INFO, fix=START_WITHOUT)
         saved = _saved(copy)
         _fetch_missing(store, [layout.CONFIG], copy)
-        _require_same_settings(copy, url, saved, requested)
-        _restore_config(copy, folder, requested, trust_code)
+        stored = _continued(copy, url, saved, requested)
+        copy_whole(copy / layout.CONFIG, folder / layout.CONFIG)  # it trained the checkpoints
+    trust.require_trusted(
+        folder, stored.references(), named=requested.references(), trust_code=trust_code
+    )
     fetch_run(store, folder, progress)
     return True
 
@@ -138,8 +141,8 @@ def _saved(checkpoint: Path) -> str:
     return f", saved {date} UTC on {info.host}"
 
 
-def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfig) -> None:
-    """Check that `requested` continues the run at `url`, whose configuration `copy` has.
+def _continued(copy: Path, url: str, saved: str, requested: RunConfig) -> RunConfig:
+    """Return the configuration of the run at `url`, which `copy` has, if `requested` continues it.
 
     Raises: ConfigError when the settings are others; CheckpointError when there are none.
     """
@@ -159,15 +162,7 @@ def _require_same_settings(copy: Path, url: str, saved: str, requested: RunConfi
         fix="If it is another run, choose a run directory with a different name with --run-dir "
         "DIR, or set a different checkpoint.upload. If it is this run, keep its settings.",
     )
-
-
-def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
-    """Store the configuration in place of one that is here: it trained the checkpoints."""
-    copy_whole(copy / layout.CONFIG, folder / layout.CONFIG)
-    config = layout.read_config(folder)
-    assert config is not None, "the copy was checked"
-    references = config.references()
-    trust.require_trusted(folder, references, named=requested.references(), trust_code=trust_code)
+    return stored
 
 
 def _fetch_missing(store: RemoteCopy, names: Iterable[str], folder: Path) -> None:
