@@ -11,12 +11,12 @@ the allocator's fragmentation, and copies of the state in host memory.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -249,7 +249,7 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         activations=activations,
         logits=logits,
         workspace=workspace,
-        peak=max(moments, key=attrgetter("total")),
+        peak=max(moments, key=operator.attrgetter("total")),
         largest=max(part.largest for part in parts),
         operations=accumulate * in_micro_batch + PER_PARAMETER * len(trained),
         host=kept_on_host,
@@ -318,38 +318,36 @@ def _sharded(
     model: Any = traced.model
     sums = 0 if gradients or workload.offloads else 4
     blocks = [list(block.parameters()) for block in model.blocks]
+    trained = [[weight for weight in block if weight.requires_grad] for block in blocks]
     sizes = [bytes_of(block) for block in blocks]
     embedding = model.token_embedding.weight.nbytes
     outside = bytes_of(model.parameters()) - sum(sizes)
     if getattr(model, "unembedding", None) is not None:
         outside -= embedding  # gathered by itself, and freed
-
-    def present(number: int) -> int:
-        """Return the bytes of gathered weights and of copies from the host in a block's pass."""
-        found = outside + sum(sizes[max(number - 1, 0) if workload.reshard else 0 : number + 1])
-        return found + 4 * workload.offloads * sum(map(own, blocks[number]))
-
-    kept = traced.inputs
-    yield Moment("the embedding", gradients, kept, traced.embedding.forward + outside + embedding)
-    kept += traced.embedding.kept
-    for number, part in enumerate(traced.blocks):
-        transient = part.forward + present(number)
-        yield Moment("a block's forward pass", gradients, kept, transient)
-        kept += part.kept
-    last, head = len(blocks) - 1, traced.head
-    gathered = outside + sum(sizes[0 if not workload.reshard else last :])
-    yield Moment("the loss", gradients, kept, max(head.forward, head.backward) + gathered)
-    whole = head.gradients  # until the end of the backward pass
-    for number, part in reversed(list(enumerate(traced.blocks))):
-        weights = [weight for weight in blocks[number] if weight.requires_grad]
-        transient = part.backward - min(part.kept, part.backward) + present(number) + whole
-        transient += 4 * sum(weight.numel() for weight in weights)
-        yield Moment("a block's backward pass", gradients, kept, transient)
-        kept -= part.kept
-        gradients += sums * sum(map(own, weights))
-    kept -= traced.embedding.kept
-    transient = traced.embedding.backward + outside + whole
-    yield Moment("the embedding's gradient", gradients, kept, transient)
+    first = len(blocks) - 1 if workload.reshard else 0
+    present = [  # gathered weights and copies from the host in a block's pass
+        outside
+        + sum(sizes[max(number - 1, 0) if workload.reshard else 0 : number + 1])
+        + 4 * workload.offloads * sum(map(own, block))
+        for number, block in enumerate(blocks)
+    ]
+    whole = traced.head.gradients  # until the end of the backward pass
+    summed = [4 * sum(weight.numel() for weight in block) + whole for block in trained]
+    extras = [
+        *(outside + embedding, *present, outside + sum(sizes[first:])),
+        *map(operator.add, reversed(present), reversed(summed)),
+        outside + whole,
+    ]
+    shards = replace(
+        traced,
+        head=replace(traced.head, gradients=0),
+        blocks=[
+            replace(part, gradients=sums * sum(map(own, block)))
+            for part, block in zip(traced.blocks, trained, strict=True)
+        ],
+    )
+    for moment, extra in zip(_micro_batch(shards, gradients), extras, strict=True):
+        yield replace(moment, transient=moment.transient + extra)
 
 
 @lru_cache(maxsize=64)
@@ -588,33 +586,15 @@ def _trained(model: LanguageModel) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """The memory of one rank, in bytes."""
-
-    whole: int
-    """All memory that it could ever have: of the GPU, or on a CPU its share, with swap."""
-    free: int
-    """What is available now, without swapping."""
-    name: str
-    """What has it: `GPU` or `machine`."""
-
-
-def capacity_of(machine: Machine, device: str, local_world_size: int) -> Capacity | None:
-    """Return the memory of one rank on `device`. None when the machine has no such device."""
+def free_bytes(machine: Machine, device: str, local_world_size: int) -> int | None:
+    """Return what is available to one rank now, without swapping. None without such a device."""
     if device.startswith("cuda"):
         if machine.is_here and torch.cuda.is_available():
-            free, whole = torch.cuda.mem_get_info(device)
-            return Capacity(whole, free, "GPU")
-        if not machine.gpus:
-            return None
-        whole = int(machine.gpus[0].memory_gib * GIB)
-        return Capacity(whole, whole, "GPU")
-    memory = int(machine.memory_gib * GIB)
+            return torch.cuda.mem_get_info(device)[0]
+        return int(machine.gpus[0].memory_gib * GIB) if machine.gpus else None
     own = psutil.Process().memory_info().rss
-    free = min(psutil.virtual_memory().available + own, memory)
-    whole = memory + psutil.swap_memory().total
-    return Capacity(whole // local_world_size, free // local_world_size, "machine")
+    free = min(psutil.virtual_memory().available + own, int(machine.memory_gib * GIB))
+    return free // local_world_size
 
 
 def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
@@ -622,7 +602,5 @@ def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
 
     This is the free memory of a GPU, or on a CPU the machine's memory divided by its processes.
     """
-    capacity = capacity_of(machine, device, local_world_size)
-    if capacity is None or capacity.name != "GPU":
-        return int(machine.memory_gib / local_world_size * GIB)
-    return capacity.free
+    free = free_bytes(machine, device, local_world_size) if device.startswith("cuda") else None
+    return int(machine.memory_gib / local_world_size * GIB) if free is None else free

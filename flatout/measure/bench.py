@@ -19,6 +19,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from flatout.assembly.batch import sequences_of
 from flatout.assembly.choices import Gain, providers, speedups_for
 from flatout.assembly.measured import hardware_name, keep, past_run, speedups_on
 from flatout.assembly.parts import divisors
@@ -36,7 +37,6 @@ from flatout.measure.moves import (
     ablation,
     in_order,
     rows_to_try,
-    sequences_of,
     setting_of,
     tolerance_between,
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from flatout.assembly.batch import sequences_of
 from flatout.assembly.choices import (
     all_speedups,
     assemble,
@@ -206,11 +207,6 @@ def setting_of(resolved: Resolved) -> Setting:
     return start.but({
         TOKENS: tokens, ROWS: rows, "batch.accumulate": None, AHEAD: config.data.prefetch
     })  # fmt: skip
-
-
-def sequences_of(config: RunConfig) -> int:
-    """Return the sequences of an optimizer step."""
-    return (config.batch.tokens_per_step or 0) // config.data.seq_len
 
 
 def rows_to_try(start: int, sequences: int) -> list[int]:

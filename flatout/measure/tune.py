@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from flatout.assembly.batch import sequences_of
 from flatout.assembly.choices import assemble, parse_request, speedup_named, speedups_for
 from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
@@ -27,7 +28,6 @@ from flatout.measure.moves import (
     in_order,
     memory_obstacle,
     rows_to_try,
-    sequences_of,
     setting_of,
     tolerance_between,
 )

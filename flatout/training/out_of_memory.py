@@ -15,10 +15,9 @@ import torch
 
 from flatout.assembly.memory import (
     USED_MEMORY,
-    Capacity,
     Workload,
-    capacity_of,
     estimate,
+    free_bytes,
     memory_bytes,
     workload_of,
 )
@@ -156,11 +155,12 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory(run: Run) -> OutOfMemory:
     """Return the error for a run out of memory: what needs how much, and what needs less."""
-    workload, capacity = workload_of(run.config), _capacity(run)
+    workload, free = workload_of(run.config), _free_bytes(run)
     rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
     where = "in the optimizer's step " if run.is_updating else ""
     what = f"Out of memory {where}at step {run.step}: this run "
-    has = f"the {capacity.name} has {memory_size(capacity.free)} for it"
+    has = "GPU" if run.mesh.device.type == "cuda" else "machine"
+    has = f"the {has} has {memory_size(free)} for it"
     try:
         need = estimate(workload, rows, accumulate)
     except Exception:  # a custom model may need values, and the error at hand matters more
@@ -180,20 +180,17 @@ def out_of_memory(run: Run) -> OutOfMemory:
     return OutOfMemory(
         f"{what}needs about {memory_size(need.total)} with {counted(rows, 'row')} per device "
         f"({parts}; most in {need.peak.name}), and {has}.",
-        fix=_fix(run, workload, need.total, capacity.free),
+        fix=_fix(run, workload, need.total, free),
     )
 
 
-def _capacity(run: Run) -> Capacity:
+def _free_bytes(run: Run) -> int:
     """Return the memory of this process. What it has already counts as free."""
     device, ranks = run.config.train.device, run.mesh.local_world_size
-    on_gpu = run.mesh.device.type == "cuda"
-    reserved = torch.cuda.memory_reserved(run.mesh.device) if on_gpu else 0
-    found = capacity_of(run.machine, device, ranks)
-    if found is None:
-        free = memory_bytes(run.machine, device, ranks)
-        return Capacity(free, free, "GPU" if on_gpu else "machine")
-    return replace(found, free=found.free + reserved)
+    if run.mesh.device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(run.mesh.device)
+        return memory_bytes(run.machine, device, ranks) + reserved
+    return free_bytes(run.machine, device, ranks) or 0
 
 
 def _fix(run: Run, workload: Workload, need: int, free: int) -> str:

@@ -14,7 +14,7 @@ import psutil
 
 from flatout.assembly.choices import Decision, adding, all_speedups, parts_of
 from flatout.assembly.measured import past_run, runs_here, speedups_on
-from flatout.assembly.memory import Capacity, capacity_of, workload_of
+from flatout.assembly.memory import free_bytes, workload_of
 from flatout.assembly.parts import divisors
 from flatout.assembly.preflight import open_dataset, require_machine
 from flatout.assembly.resolve import checkpointing_notes, known_peak, resolve
@@ -97,9 +97,9 @@ def make_plan(
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
     fits, largest, changes = target.fits(memory), None, list[Change]()
-    if memory and target.capacity:
+    if memory and target.free:
         with progress.task("Trying what fits"):
-            largest = rows_that_fit(config, memory, target.capacity)
+            largest = rows_that_fit(config, memory, target.free)
             changes = [] if fits else changes_of(target, requested, config, memory, largest)
     if fits is False:  # a run without room has no rate
         time = TimePrediction(None, None, None, "none: it does not fit", None)
@@ -120,7 +120,7 @@ def make_plan(
         accumulate=config.batch.accumulate or 1,
         steps=steps,
         tokens=None if steps is None else steps * (config.batch.tokens_per_step or 0),
-        **(memory_at_peak(memory, target.capacity) if memory else {}),
+        **(memory_at_peak(memory, target.free) if memory else {}),
         fits=False if target.is_missing else fits,
         largest_rows_per_device=largest,
         tokens_per_s=time.tokens_per_s,
@@ -161,9 +161,9 @@ class Target:
         return self.device.startswith("cuda") and not self.machine.gpus
 
     @property
-    def capacity(self) -> Capacity | None:
-        """The memory of one process. None if the machine lacks the device."""
-        return capacity_of(self.machine, self.device, self.world_size)
+    def free(self) -> int | None:
+        """The free memory of one process. None if the machine lacks the device."""
+        return free_bytes(self.machine, self.device, self.world_size)
 
     def peak(self, config: RunConfig) -> Peak | None:
         """Return the rate of matmuls in the arithmetic of a resolved run, if it is known."""
@@ -172,8 +172,8 @@ class Target:
 
     def fits(self, memory: MemoryPrediction | None) -> bool | None:
         """Return whether that memory is free. None if one of the two is not known."""
-        capacity = self.capacity
-        return memory.total <= capacity.free if memory and capacity else None
+        free = self.free
+        return memory.total <= free if memory and free else None
 
     def note(self) -> str | None:
         """Return what is assumed of a machine that is not here, or is not fully named."""
@@ -276,10 +276,10 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
 
 
-def rows_that_fit(config: RunConfig, memory: MemoryPrediction, capacity: Capacity) -> int:
+def rows_that_fit(config: RunConfig, memory: MemoryPrediction, free: int) -> int:
     """Return the most rows that fit beside what the allocator and the process take."""
     reserved = memory.reserved / max(memory.estimate.total, 1)
-    return most_rows(workload_of(config), max(int((capacity.free - memory.context) / reserved), 0))
+    return most_rows(workload_of(config), max(int((free - memory.context) / reserved), 0))
 
 
 def changes_of(
@@ -382,7 +382,7 @@ def parameters_by_part(model: LanguageModel) -> dict[str, int]:
     return dict(found)
 
 
-def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
+def memory_at_peak(memory: MemoryPrediction, free: int | None) -> dict[str, Any]:
     """Return the memory of a plan, in GiB: the parts add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
     logits = min(found.logits, moment.transient) if moment.name == "the loss" else 0
@@ -401,7 +401,7 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
         "host": found.host,
     }
     gib = {name: size / GIB for name, size in sizes.items()}
-    available = capacity.free / GIB if capacity else None
+    available = free / GIB if free else None
     return {
         "memory": {**gib, "peak_in": moment.name, "available": available},
         "memory_from": memory.source,

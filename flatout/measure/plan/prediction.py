@@ -41,8 +41,6 @@ STARTING_S = 15e-6
 """Assumed seconds to start an operation in eager mode, from Python to its backward pass."""
 EAGER_ERROR = 0.1
 """Error of the estimate for an eager model, as benchmarks/plan.py measures it."""
-LEAST_COMPILED = 0.3
-"""Least share of the eager estimate's activations and workspace that a compiled model may need."""
 CPU_OVERHEAD = GIB // 10
 """Assumed memory of a process on a CPU besides tensors and what it holds before it starts."""
 HEAP_HOLES = 2
@@ -61,8 +59,6 @@ class MemoryPrediction:
     """What the allocator holds for the tensors."""
     context: int
     """What the process needs besides: the CUDA context, or on a CPU Python, torch and buffers."""
-    least: int
-    """The least that the tensors may need, considering the error."""
     error: float | None
     """Relative error to expect of the total. None if it is unknown."""
     source: str
@@ -106,16 +102,15 @@ def predict_memory(
     # glibc's heap: small blocks inside a freed tensor leave a hole that its next one does not fit
     keeps = not on_gpu and platform.libc_ver()[0] == "glibc"
     holes = HEAP_HOLES * estimate.largest if keeps else 0
-    source, least = "traced in eager mode", estimate.total
+    source = "traced in eager mode"
     error: float | None = max(EAGER_ERROR, holes / (estimate.total + holes))
     if this.is_compiled:
         source += ", but a compiled model usually needs less, by an unknown amount"
-        least, error = estimate.fixed + int(LEAST_COMPILED * estimate.peak.total), None
+        error = None
     return MemoryPrediction(
         estimate,
         int(CUDA_RESERVED * estimate.total) if on_gpu else estimate.total + holes,
         CUDA_CONTEXT if on_gpu else context + CPU_OVERHEAD,
-        int(least * (1 - EAGER_ERROR)),
         error,
         source,
         on_gpu,

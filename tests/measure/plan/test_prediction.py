@@ -66,7 +66,6 @@ def test_a_process_has_an_assumed_overhead(memory):
     assert found.total == found.estimate.total + GIB + CPU_OVERHEAD
     assert found.source == "traced in eager mode"
     assert found.error == 0.1
-    assert found.least < found.estimate.total
 
 
 def test_the_heap_of_a_cpu_keeps_holes_of_the_largest_tensor(memory, run):
@@ -78,14 +77,12 @@ def test_the_heap_of_a_cpu_keeps_holes_of_the_largest_tensor(memory, run):
 
 
 def test_a_compiled_model_may_need_much_less_on_every_device(memory, run):
-    """A run that would fit must not be rejected."""
     compiled = [*run.decisions, Decision("compile", True, "")]
     for device in ("cpu", "cuda"):
         config = run.config.with_values({"train.device": device})
         found = memory(config=config, decisions=compiled)
         assert found.error is None
         assert "usually needs less" in found.source
-        assert found.least < found.estimate.fixed + 0.31 * found.estimate.peak.total
 
 
 def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
