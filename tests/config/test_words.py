@@ -130,7 +130,7 @@ def test_code_on_the_page_uses_keys_that_are_answered():
 
 def test_the_recipe_of_each_tool_on_the_page_is_valid():
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         check_names(validate(parse_yaml(block, name="the page")))
 

@@ -94,8 +94,8 @@ def convert_config(
     keys: Annotated[
         str | None,
         Option(
-            "Show the counterparts of a tool's keys instead: axolotl, eigenstate, litgpt, nanogpt, "
-            "neox, torchtitan or trainer (Hugging Face)."
+            "Show the counterparts of a tool's keys instead: axolotl, deepspeed, eigenstate, "
+            "litgpt, nanogpt, neox, torchtitan or trainer (Hugging Face)."
         ),
     ] = None,
 ) -> ConvertResult:
@@ -197,6 +197,8 @@ def _translated(key: str, value: Any, values: JsonObject) -> Item:
     if word is None or item.outcome == "unnecessary":
         return item
     written = word.if_true if value is True else word.if_false if is_off(value) else None
+    if value == "auto" and word.key not in ("batch.rows_per_device", "train.precision"):
+        return but("unnecessary", "What starts the training decides it.")
     if value is None or written == "" or (is_off(value) and not word.key):
         default = "flatout does this by default."
         return but("unnecessary", default if value is True else "It is off.")

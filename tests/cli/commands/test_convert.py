@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from flatout.cli.commands.convert import convert_config
+from flatout.config.documents import read_document
 from flatout.config.schema import load_config
 from flatout.config.words import listings
 from flatout.errors import ConfigError, OutputInUse
@@ -152,3 +153,39 @@ def test_steps_count_where_epochs_are_stated_too(tmp_path):
     (tmp_path / "my.yaml").unlink()
     _, config = converted(tmp_path, document | {"max_steps": -1})
     assert (config.train.steps, config.train.epochs) == (None, 3)
+
+
+def test_a_config_of_deepspeed_is_converted(tmp_path):
+    """A key of a section that has no counterpart must not be taken for one of the same name."""
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 8,
+                "gradient_accumulation_steps": "auto",
+                "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": "auto"}},
+                "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 200}},
+                "bf16": {"enabled": True},
+                "fp16": {"enabled": False, "loss_scale": 0},
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                    "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+                    "stage3_prefetch_bucket_size": "auto",
+                },
+                "aio": {"block_size": 1048576},
+            }
+        )
+    )
+    made = convert_config(tmp_path / "ds.json", tmp_path / "my.yaml")
+    assert read_document(tmp_path / "my.yaml") == {
+        "batch": {"rows_per_device": 8},
+        "optim": {"kind": "adamw", "lr": 3e-4},
+        "schedule": {"kind": "linear", "warmup": 200},
+        "train": {"precision": "bf16"},
+        "parallel": {"offload": "cpu"},
+    }
+    outcomes = {item.key: item.outcome for item in made.items}
+    assert outcomes["zero_optimization.stage"] == "by_hand"
+    assert outcomes["zero_optimization.offload_param.device"] == "by_hand"
+    assert outcomes["aio"] == outcomes["zero_optimization.offload_param.nvme_path"] == "missing"
+    assert "unknown" not in outcomes.values()
