@@ -223,6 +223,12 @@ def test_what_is_unusual_is_said(tmp_path):
     assert "step-5 cannot be used" in recorder.lines[0]
 
 
+def test_a_journal_that_was_deleted_is_said(tmp_path):
+    recorder = Recorder()
+    find_start(make(tmp_path, saved=[2]), load_config(None, STORED), progress=recorder)
+    assert "events.jsonl is missing" in recorder.lines[0]
+
+
 def test_an_origin_is_the_checkpoint_that_the_run_had_then(tmp_path):
     run = make(tmp_path, saved=[], origin=OTHER)
     fake_checkpoint(tmp_path / "other", 9)
