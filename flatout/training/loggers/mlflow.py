@@ -28,8 +28,6 @@ class MLflow(Logger):
     name the run directory and the newest checkpoint.
     """
 
-    remote = True
-
     def on_start(self, run: Run) -> None:
         """Create the run, or continue the one that this run directory belongs to."""
         from mlflow import MlflowClient

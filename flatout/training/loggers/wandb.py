@@ -28,8 +28,6 @@ class WeightsAndBiases(Logger):
     variables. Weights are not uploaded: an artifact refers to the run's files.
     """
 
-    remote = True
-
     def on_start(self, run: Run) -> None:
         """Start the run at W&B, or continue the one that this run directory belongs to."""
         import wandb

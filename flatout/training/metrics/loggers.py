@@ -1,8 +1,7 @@
 """Loggers copy the metrics of a run to other places, such as W&B. A run survives their failures.
 
-They are observers with a `close`. Each is called through a `Guard`, which reports its first failure
-and then leaves it alone. A remote logger is called in a thread, so that training never waits for a
-network.
+They are observers with a `close`. Each is called through a `Guard` in a thread, so that training
+never waits for a network or a disk. The guard reports its first failure and then leaves it alone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.assembly.preflight import check_loggers
 from flatout.config.registry import LOGGERS, load_reference
@@ -33,19 +32,16 @@ Outcome = Literal["finished", "stopped", "failed"]
 Report = Callable[..., object]
 """`Log.event`: the kind of an event, and its fields."""
 WAIT_S: Mapping[Outcome, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
-"""How long the end of a run waits for a remote logger. Whoever stops a run is in a hurry."""
+"""How long the end of a run waits for a logger. Whoever stops a run is in a hurry."""
 OBSERVER_METHODS = ("on_start", "on_tick", "on_record", "on_event", "on_end")
 
 
 class Logger(Quiet):
     """An observer that copies the metrics of a run to another place. Its `on_tick` is not called.
 
-    `on_start` comes first. After an exception in any method the logger is not called again, and the
-    run continues.
+    A thread calls it, `on_start` first. After an exception in any method the logger is not called
+    again, and the run continues.
     """
-
-    remote: ClassVar[bool] = False
-    """Whether its methods may wait for a network: they are then called in a thread."""
 
     def __init__(self) -> None:
         self.news: SimpleQueue[str] = SimpleQueue()
@@ -60,7 +56,7 @@ class Logger(Quiet):
 
 
 class Guard(Observer):
-    """Calls one logger, in a thread if it is remote, and reports its messages and its failure."""
+    """Calls one logger in a thread, and reports its messages and its failure."""
 
     def __init__(self, name: str, logger: Logger, report: Report) -> None:
         self._name = name
@@ -70,13 +66,11 @@ class Guard(Observer):
         self._failures: SimpleQueue[Exception] = SimpleQueue()
         self._has_failed = False
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
-        self._thread: Thread | None = None
-        if logger.remote:
-            self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
-            self._thread.start()
+        self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self._thread.start()
 
     def on_start(self, run: Run) -> None:
-        """Pass a copy of the run, whose step does not change while a thread reads it."""
+        """Pass a copy of the run, whose step does not change while the thread reads it."""
         self._call("on_start", copy.copy(run))
 
     def on_tick(self, step: int, last_step: int) -> None:
@@ -101,41 +95,30 @@ class Guard(Observer):
         self._call("on_end", summary)
 
     def close(self, *, wait: bool = True) -> None:
-        """Close the logger. `wait` for a remote one, but not forever."""
+        """Close the logger, and `wait` for it, but not forever."""
         self._call("close", self._outcome)
-        if self._thread is not None:
-            self._calls.put(None)
-            if not wait:
-                return
-            self._thread.join(WAIT_S[self._outcome])
-            if self._thread.is_alive():
-                slow = TimeoutError(f"it did not finish within {WAIT_S[self._outcome]:.0f} s")
-                self._failures.put(slow)
+        self._calls.put(None)
+        if not wait:
+            return
+        self._thread.join(WAIT_S[self._outcome])
+        if self._thread.is_alive():
+            slow = TimeoutError(f"it did not finish within {WAIT_S[self._outcome]:.0f} s")
+            self._failures.put(slow)
         self._tell()
 
     def _call(self, method: str, *values: Any) -> None:
         self._tell()
-        if self._has_failed:
-            return
-        if self._thread is not None:
+        if not self._has_failed:
             self._calls.put((method, values))
-        else:
-            self._try(method, values)
-            self._tell()
 
     def _work(self) -> None:
-        """Make the calls of a remote logger, in its thread, until one fails."""
-        while (call := self._calls.get()) is not None:
-            if not self._try(*call):
-                return
-
-    def _try(self, method: str, values: tuple[Any, ...]) -> bool:
+        """Make the calls until one fails."""
         try:
-            getattr(self._logger, method)(*values)
+            while (call := self._calls.get()) is not None:
+                method, values = call
+                getattr(self._logger, method)(*values)
         except Exception as error:
             self._failures.put(error)
-            return False
-        return True
 
     def _tell(self) -> None:
         """Report news and the first failure, in the thread that trains."""

@@ -55,10 +55,8 @@ class Recorder(Logger):
         self._note("close", outcome)
 
 
-class Remote(Recorder):
-    """The same in a thread, which waits for `open` before it starts."""
-
-    remote = True
+class Slow(Recorder):
+    """The same, but it waits for `open` before it starts."""
 
     def __init__(self, *values):
         super().__init__(*values)
@@ -106,8 +104,8 @@ def test_a_logger_receives_the_whole_run(events):
     assert events == []
 
 
-def test_a_remote_logger_is_called_in_a_thread_and_nothing_waits_for_it(events):
-    logger = Remote()
+def test_a_logger_is_called_in_a_thread_and_nothing_waits_for_it(events):
+    logger = Slow()
     guard = guard_of(logger, events)
     run = SimpleNamespace(step=4)
     guard.on_start(run)
@@ -122,18 +120,15 @@ def test_a_remote_logger_is_called_in_a_thread_and_nothing_waits_for_it(events):
 
 
 @pytest.mark.parametrize("method", ["on_start", "on_record", "on_end", "close"])
-@pytest.mark.parametrize("kind", [Recorder, Remote])
-def test_after_a_failure_a_logger_is_left_alone(kind, method, events):
-    logger = kind(method)
-    if kind is Remote:
-        logger.open.set()
+def test_after_a_failure_a_logger_is_left_alone(method, events):
+    logger = Recorder(method)
     whole_run(guard_of(logger, events))
     assert logger.calls[-1][0] == method
     assert events == [("no_mine", {"logger": "mine", "reason": "no place left"})]
 
 
-def test_the_failure_of_a_remote_logger_is_reported_at_the_next_step(events):
-    logger = Remote("on_start")
+def test_the_failure_of_a_logger_is_reported_at_the_next_step(events):
+    logger = Slow("on_start")
     guard = guard_of(logger, events)
     guard.on_start(SimpleNamespace(step=0))
     assert events == []
@@ -145,7 +140,7 @@ def test_the_failure_of_a_remote_logger_is_reported_at_the_next_step(events):
 
 def test_the_end_of_a_run_does_not_wait_forever(events, monkeypatch):
     monkeypatch.setattr(loggers, "WAIT_S", dict.fromkeys(loggers.WAIT_S, 0.0))
-    logger = Remote()
+    logger = Slow()
     guard = guard_of(logger, events)
     guard.on_start(SimpleNamespace(step=0))
     guard.close()
@@ -153,8 +148,8 @@ def test_the_end_of_a_run_does_not_wait_forever(events, monkeypatch):
     logger.open.set()
 
 
-def test_who_quits_a_run_does_not_wait_for_a_remote_logger(events, monkeypatch):
-    logger = Remote()
+def test_who_quits_a_run_does_not_wait_for_a_logger(events, monkeypatch):
+    logger = Slow()
     guard = guard_of(logger, events)
     guard.on_start(SimpleNamespace(step=0))
     monkeypatch.setattr(guard._thread, "join", lambda _: pytest.fail("it was waited for"))
@@ -180,12 +175,14 @@ def test_news_is_reported_and_does_not_come_back(events):
     assert events == [("logger", {"logger": "mine", "text": "shown at https://example.org"})]
     guard.on_event({"event": "logger", "logger": "mine"})
     guard.on_event({"event": "logger", "logger": "other"})
+    guard.close()
     assert [value for method, value in logger.calls if method == "on_event"] == ["logger"]
 
 
 def test_a_logger_of_the_user_fails_under_one_name(events):
     guard = Guard("mine:Mine", Recorder("on_start"), lambda kind, **_: events.append(kind))
     guard.on_start(SimpleNamespace(step=0))
+    guard.close()
     assert events == ["no_logger"]
 
 
