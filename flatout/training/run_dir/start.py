@@ -120,10 +120,9 @@ def _none_sound(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"Every start from a checkpoint of {folder} has ended in values that are not finite, or "
         "that differ between ranks.",
-        fix="If a device computed wrong values, start a new run on another machine, from an "
-        "uploaded checkpoint if there is one. Otherwise lower optim.lr or raise schedule.warmup, "
-        f"and start a new run: `--resume {in_shell(folder)} --run-dir DIR` keeps its progress. "
-        "--resume RUN/checkpoints/step-N tries that one once more.",
+        fix="If a device may compute wrong values, test it first. Then start a new run, with a lower "
+        f"optim.lr or a longer schedule.warmup: `train.init_from={in_shell(folder)} --run-dir DIR` "
+        "takes its weights and no moments. --resume RUN/checkpoints/step-N tries one once more.",
     )
 
 
@@ -169,7 +168,8 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
             fix="Name a directory such as RUN/checkpoints/step-100, or a run directory.",
         )
     if (path / CONFIG).exists() or (path / "checkpoints").is_dir():
-        newest = catalog.latest(path, progress=progress)
+        newest = catalog.latest(path, exclude=RunLog(path).rejected, progress=progress)
+        newest = newest or catalog.latest(path, progress=progress)
         if newest is None:
             raise CheckpointError(
                 f"The run {path} has no checkpoint.",

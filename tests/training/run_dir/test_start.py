@@ -80,7 +80,7 @@ TABLE = {
     ),
     "all bad": (
         {"saved": [5], "journal": ["save 5", "resume 5", *2 * ["divergence 7"]]},
-        [], "auto", r"! Every start from a checkpoint of .*--resume .*run --run-dir DIR",
+        [], "auto", r"! Every start from a checkpoint of .*init_from=.*run --run-dir DIR",
     ),
     # lengths
     "longer": (
@@ -221,6 +221,12 @@ def test_what_is_unusual_is_said(tmp_path):
     start = find_start(run, request, str(tmp_path / OTHER), progress=recorder)
     assert "Resuming from step-2" in start.message
     assert "step-5 cannot be used" in recorder.lines[0]
+
+
+def test_a_new_run_starts_from_the_newest_checkpoint_that_is_not_bad(tmp_path):
+    run = make(tmp_path, saved=[2, 5], journal=TABLE["bad twice"][0]["journal"])
+    start = find_start(tmp_path / "new", load_config(None, STORED), str(run))
+    assert start.checkpoint.name == "step-2"
 
 
 def test_a_journal_that_was_deleted_is_said(tmp_path):
