@@ -120,9 +120,10 @@ def _none_sound(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"Every start from a checkpoint of {folder} has ended in values that are not finite, or "
         "that differ between ranks.",
-        fix="If a device may compute wrong values, test it first. Then start a new run, with a lower "
-        f"optim.lr or a longer schedule.warmup: `train.init_from={in_shell(folder)} --run-dir DIR` "
-        "takes its weights and no moments. --resume RUN/checkpoints/step-N tries one once more.",
+        fix="If a device may compute wrong values, test it first. Then start a new run, with a "
+        "lower optim.lr or a longer schedule.warmup: "
+        f"`train.init_from={in_shell(folder)} --run-dir DIR` takes its weights and no moments. "
+        "--resume RUN/checkpoints/step-N tries one once more.",
     )
 
 
