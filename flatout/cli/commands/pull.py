@@ -27,7 +27,12 @@ class PullResult(Result):
 
 @checked
 def pull(
-    url: Annotated[str, Argument("The URL that `flatout push` printed, or of an uploaded run.")],
+    url: Annotated[
+        str,
+        Argument(
+            "The URL that `flatout push` printed, of an uploaded run, or with one of them in it."
+        ),
+    ],
     path: Annotated[str | Path, Argument("The directory to write.")],
     *,
     progress: Progress = SILENT,

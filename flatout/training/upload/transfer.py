@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from flatout.config.sections import CheckpointConfig
@@ -76,8 +76,13 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
     manifest = read_if_there(f"{url}/{MANIFEST}")
     if manifest is None:
         store = RemoteCopy(url)
-        if CONFIG not in store.top.files():
-            raise _nothing_at(url)
+        there = store.top.files()
+        folders = [name for name, found in there.items() if found["type"] == "directory"]
+        if len(there) == len(folders) == 1:  # the URL that was given to `push`
+            receive(f"{url}/{folders[0]}", folder, progress)
+            return
+        if CONFIG not in there:
+            raise _nothing_at(url, there)
         if catalog.has_saved(folder) or (folder.exists() and not (folder / CONFIG).exists()):
             raise _in_use(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,12 +148,11 @@ def _files_in(manifest: bytes, url: str, folder: Path) -> Sequence[FileEntry]:
     return parse_manifest(manifest.decode(errors="replace"), f"{url}/{MANIFEST}").files
 
 
-def _nothing_at(url: str) -> DataError:
-    names = sorted(RemoteFolder(url).files())
-    inside = f" It has {', '.join(names[:5])}." if names else ""
+def _nothing_at(url: str, names: Collection[str]) -> DataError:
+    inside = f" It has {', '.join(sorted(names)[:5])}." if names else ""
     return DataError(
         f"There is no whole directory at {url}: it has no {MANIFEST}.{inside}",
-        fix="Give the URL that `flatout push` printed.",
+        fix=f"Give the URL that `flatout push` printed{', of one of these' * bool(names)}.",
     )
 
 

@@ -22,12 +22,19 @@ def test_a_run_and_what_comes_from_it_move_too(fox_run, tmp_path, kind):
     assert flatout.verify(copy).ok
 
 
-def test_a_store_that_holds_a_checkpoint_is_no_run(fox_run, tmp_path):
-    store = (tmp_path / "store").as_uri()
-    flatout.push(fox_run[0] / "runs" / "fox" / "checkpoints" / "step-3", store)
-    with pytest.raises(DataError, match="There is no whole directory"):
-        flatout.pull(store, tmp_path / "copy")
-    assert not (tmp_path / "copy").exists()
+@pytest.mark.parametrize("kind", ["run", "checkpoint"])
+def test_the_url_that_was_pushed_to_is_enough_where_it_has_one_directory(fox_run, tmp_path, kind):
+    run, store = fox_run[0] / "runs" / "fox", (tmp_path / "store").as_uri()
+    folder = {"run": run, "checkpoint": run / "checkpoints" / "step-3"}[kind]
+    flatout.push(folder, store)
+    flatout.pull(store, tmp_path / "copy" / folder.name)
+    assert flatout.verify(tmp_path / "copy" / folder.name).ok
+    (tmp_path / "store" / "another").mkdir()
+    (tmp_path / "store" / "another" / "file").touch()
+    with pytest.raises(DataError, match=r"no whole directory .* It has another, ") as caught:
+        flatout.pull(store, tmp_path / "more" / folder.name)
+    assert "one of these" in caught.value.fix
+    assert not (tmp_path / "more").exists()
 
 
 def test_an_interrupted_pull_continues_and_an_altered_file_is_named(tiny_set, tmp_path):
