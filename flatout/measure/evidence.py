@@ -83,8 +83,6 @@ class CallSite(Stored):
     """Line number, from 1."""
     text: str
     """The line itself, without indentation. "" when the file cannot be read."""
-    count_per_step: float | None = None
-    """How often it runs in an average step."""
     seconds_per_step: float | None = None
     """Seconds of an average step that are spent there."""
     caller: CallSite | None = None
@@ -113,8 +111,6 @@ class KernelRow(Stored):
     """Share of the time of all classes."""
     calls: Annotated[float, Show("calls", ",.0f")]
     """How many there are. On a CPU without those that one of the same class calls."""
-    slowest: str
-    """The name that takes the most time."""
 
 
 class Failure(Stored):

@@ -35,7 +35,7 @@ def test_nothing_is_known_until_it_is_filled_in():
 
 
 def test_evidence_passes_between_processes_unchanged(tiny_config):
-    site = CallSite(file="a.py", line=3, text="x.item()", count_per_step=2.0)
+    site = CallSite(file="a.py", line=3, text="x.item()")
     found = Evidence(
         source="measured run",
         config=tiny_config(),

@@ -14,14 +14,14 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 
 from flatout.config.registry import is_user_code
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.lines import Line, LineTotals
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")
@@ -93,46 +93,39 @@ class MarkedCalls:
             stack.enter_context(self._marked(gc, "collect", lambda *_: "gc"))
             yield
 
-    @contextmanager
     def _marked(
         self, owner: Any, name: str, kind_of: Callable[[Any, Any], str | None]
-    ) -> Iterator[None]:
-        """Replace an attribute by one that counts its calls, and restore it."""
-        own = name in vars(owner)
-        plain = getattr(owner, name)
+    ) -> AbstractContextManager[None]:
+        """Replace an attribute by one that counts its calls inside the block."""
 
         @guarded
         def note(frame: FrameType, args: tuple[Any, ...], seconds: float, result: Any) -> None:
             kind = kind_of(args[0] if args else None, result)
             if kind is not None:
-                self._count(kind, frame, seconds, result)
+                self._count(kind, frame, seconds)
 
-        @functools.wraps(plain)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            thread = threading.get_ident()
-            if thread in self._inside:
-                return plain(*args, **kwargs)
-            self._inside.add(thread)
-            start_s = time.perf_counter()
-            try:
-                result = plain(*args, **kwargs)
-            finally:
-                self._inside.discard(thread)
-            note(sys._getframe(1), args, time.perf_counter() - start_s, result)
-            return result
+        def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(plain)
+            def marked(*args: Any, **kwargs: Any) -> Any:
+                thread = threading.get_ident()
+                if thread in self._inside:
+                    return plain(*args, **kwargs)
+                self._inside.add(thread)
+                start_s = time.perf_counter()
+                try:
+                    result = plain(*args, **kwargs)
+                finally:
+                    self._inside.discard(thread)
+                note(sys._getframe(1), args, time.perf_counter() - start_s, result)
+                return result
 
-        if "torch._dynamo" in sys.modules:  # what is compiled inside the block must not trace it
-            marked = torch.compiler.disable(marked)  # type: ignore[no-untyped-call]
-        setattr(owner, name, marked)
-        try:
-            yield
-        finally:
-            if own:
-                setattr(owner, name, plain)
-            else:
-                delattr(owner, name)
+            # what is compiled inside the block must not trace it
+            compiles = "torch._dynamo" in sys.modules
+            return torch.compiler.disable(marked) if compiles else marked  # type: ignore[no-untyped-call]
 
-    def _count(self, kind: str, frame: FrameType, seconds: float, result: Any) -> None:
+        return replaced(owner, name, wrap)
+
+    def _count(self, kind: str, frame: FrameType, seconds: float) -> None:
         self.calls[kind] += 1
         self.seconds[kind] += seconds
         line = _calling_line(frame)

@@ -32,7 +32,7 @@ from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.gathering import gathered
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
 from flatout.measure.attach.lines import (
     Line,
@@ -46,7 +46,7 @@ from flatout.measure.attach.lines import (
 from flatout.measure.attach.recorder import Graphs, own_lines, padding_of
 from flatout.measure.attach.request import Recording
 from flatout.measure.attach.sites import Sites
-from flatout.measure.attach.stages import Stages, fewest, replaced
+from flatout.measure.attach.stages import Stages, fewest
 from flatout.measure.attach.timing import Steps, loss_in, roots_of
 from flatout.measure.evidence import MIN_SAVES, CallSite, Evidence, Failure
 from flatout.measure.host import host_facts
@@ -481,9 +481,9 @@ class Follower:
         update: dict[str, Any] = {}
         if sampler is not None:
             own, moved_s = own_lines(sampler.lines, sampled, recorder, self._above)
-            sites |= own.sites(steps=1, counted=False)
+            sites |= own.sites(1)
             update = moved(found, moved_s)
-        sites |= self._hooks.saves.sites(sampled, counted=False)
+        sites |= self._hooks.saves.sites(sampled)
         if 0 < self._lines.total("evaluation") < MIN_SAVES and found.evaluation_s:
             note = "Too few evaluations were seen to tell what share of a longer run they take."
             update |= {"evaluation_s": None, "notes": (*found.notes, note)}
@@ -500,7 +500,7 @@ class Follower:
             if len(made) == 1:  # its arguments are where it is made
                 (lines[name],) = made
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
-        sites |= self._lines.sites(steps, timed=False)
+        sites |= self._lines.sites(steps)
         matters = self.model is not None and mode_matters(self.model)
         update |= {} if self.model is None else model_facts(self.model)
         update |= {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 LOG = logging.getLogger("flatout.watch")
@@ -29,3 +30,23 @@ def guarded(ours: Callable[..., Any]) -> Callable[..., Any]:
             return None
 
     return call
+
+
+@contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute of a module or class inside the block, unless it does not have it."""
+    plain, is_own = getattr(owner, name, None), name in vars(owner)
+    if plain is None:
+        yield
+        return
+    ours = wrap(plain)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is not ours:  # somebody else replaced it since
+            pass
+        elif is_own:
+            setattr(owner, name, plain)
+        else:
+            delattr(owner, name)

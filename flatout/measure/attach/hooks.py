@@ -21,9 +21,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.lines import LineTotals, user_frame
-from flatout.measure.attach.stages import replaced
 from flatout.training.metrics.phases import PhaseTimer
 
 Result = TypeVar("Result")

@@ -100,9 +100,7 @@ class LineTotals:
         """Return how often a kind was counted."""
         return sum(self.counts[kind].values())
 
-    def sites(
-        self, steps: int, *, at_least: int = 1, timed: bool = True, counted: bool = True
-    ) -> dict[str, tuple[CallSite, ...]]:
+    def sites(self, steps: int, *, at_least: int = 1) -> dict[str, tuple[CallSite, ...]]:
         """Return the costliest lines by kind, as in `Evidence.sites`, averaged over some steps.
 
         Lines that were counted less often than `at_least` are omitted.
@@ -117,9 +115,8 @@ class LineTotals:
                     file=line[0],
                     line=line[1],
                     text=line_of(*line),
-                    count_per_step=counts[line] / max(steps, 1) if counted else None,
-                    seconds_per_step=seconds[line] / max(steps, 1) if timed else None,
-                    caller=None if (at := self.callers.get(line)) is None else site_at(at),
+                    seconds_per_step=seconds[line] / max(steps, 1) or None,
+                    caller=site_at(self.callers.get(line)),
                 )
                 for line in known[:MOST_SITES]
             )
@@ -269,7 +266,7 @@ class LineSampler:
 
     def sites(self, steps: int) -> dict[str, tuple[CallSite, ...]]:
         """Return the lines by kind, as in `Evidence.sites`, averaged over a number of steps."""
-        return self.lines.sites(steps, at_least=MIN_SAMPLES, counted=False)
+        return self.lines.sites(steps, at_least=MIN_SAMPLES)
 
     def _run(self) -> None:
         began_s = last_s = time.perf_counter()

@@ -27,6 +27,7 @@ from flatout.distributed.rendezvous import silence_profiler
 from flatout.errors import RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure.attach.calls import MarkedCalls
+from flatout.measure.attach.guard import replaced
 from flatout.measure.attach.lines import LineSampler
 from flatout.measure.attach.recorder import CallRecorder
 from flatout.measure.attach.request import Recorded, Recording
@@ -464,19 +465,3 @@ def giving_way(stack: ExitStack) -> Iterator[list[object]]:
         for name in ("__enter__", "_prepare_trace", "_start_trace"):
             replacements.enter_context(replaced(torch.autograd.profiler.profile, name, watched))
         yield others
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute of a module or class inside the block, unless it does not have it."""
-    plain = vars(owner).get(name)
-    if plain is None:
-        yield
-        return
-    ours = wrap(plain)
-    setattr(owner, name, ours)
-    try:
-        yield
-    finally:
-        if vars(owner).get(name) is ours:  # otherwise somebody else replaced it since
-            setattr(owner, name, plain)

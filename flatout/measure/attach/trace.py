@@ -184,22 +184,20 @@ class Trace:
 
     def table(self) -> tuple[KernelRow, ...]:
         """Return one row per class of the work, the one with the most time first."""
-        seconds: defaultdict[str, defaultdict[str, float]]
-        seconds, calls = defaultdict(lambda: defaultdict(float)), Counter[str]()
+        seconds, calls = defaultdict[str, float](float), Counter[str]()
         for op in self.work:
             kind, parent = op.kind, op.parent or ""
-            seconds[kind][op.name] += op.self_s
+            seconds[kind] += op.self_s
             calls[kind] += not (_computes(parent) and kind_of(parent) == kind)
-        total_s = sum(op.self_s for op in self.work) or 1.0
+        total_s = sum(seconds.values()) or 1.0
         rows = (
             KernelRow(
                 kind=kind,
-                seconds=sum(by_name.values()) / self.steps,
-                share=sum(by_name.values()) / total_s,
+                seconds=kind_s / self.steps,
+                share=kind_s / total_s,
                 calls=calls[kind] / self.steps,
-                slowest=max(by_name, key=by_name.__getitem__),
             )
-            for kind, by_name in seconds.items()
+            for kind, kind_s in seconds.items()
         )
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 

@@ -128,11 +128,10 @@ def test_lines_are_averaged_and_those_seen_by_chance_omitted():
     totals = LineTotals()
     for line, seconds in ((7, 0.5), (7, 0.5), (9, 3.0), (7, 1.0), (8, 0.1), (8, 0.1), (8, 0.1)):
         totals.add("data", ("a.py", line), seconds)
-    first, second = totals.sites(2, at_least=3, counted=False)["data"]
-    assert (first.line, first.seconds_per_step, first.count_per_step) == (7, 1.0, None)
+    first, second = totals.sites(2, at_least=3)["data"]
+    assert (first.line, first.seconds_per_step) == (7, 1.0)
     assert second.line == 8
     assert [site.line for site in totals.sites(2)["data"]] == [9, 7, 8]
-    assert totals.sites(2)["data"][1].count_per_step == 1.5
 
 
 def test_samples_become_rarer_once_there_are_enough():

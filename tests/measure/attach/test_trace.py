@@ -89,7 +89,7 @@ def test_rows_add_up_and_the_longest_is_first(gpu):
     assert [row.kind for row in table] == ["matmul", "elementwise", "optimizer", "copy"]
     assert sum(row.share for row in table) == pytest.approx(1.0)
     assert sum(row.seconds for row in table) == pytest.approx(37 * US)
-    assert (table[0].calls, table[0].slowest) == (2, "nvjet_tst_128x256")
+    assert table[0].calls == 2
 
 
 def test_calls_on_a_cpu_are_those_that_no_other_of_the_class_makes():

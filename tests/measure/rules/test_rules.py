@@ -90,7 +90,7 @@ cpu:
   compile-failure: {compile_fallback: no compiler}
   cpu-by-mistake: {machine: GPU}
   cpu-threads: {threads: 1}
-  decomposition: {kernels: [{kind: decomposition, seconds: 0.02, slowest: svd}]}
+  decomposition: {kernels: [{kind: decomposition, seconds: 0.02}]}
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
@@ -112,7 +112,7 @@ cpu:
   slow-settings: {counterfactual_s: {speedups=none: 0.08, speedups=-tf32: 0.07}}
   tiny-kernels: {tiny_ops: 3000.0, tiny_op_s: 0.06, site: op}
   too-little-memory: {estimated_gib: 57.0}
-  unfused-attention: {kernels: [{kind: attention, seconds: 0.02, slowest: softmax}], site: softmax}
+  unfused-attention: {kernels: [{kind: attention, seconds: 0.02}], site: softmax}
   unlearned-weights: {wasted_gradients: 0.2, never_updated: [a, b, c, d]}
   unstable-training: {failure: {kind: diverged, message: It fails.}}
   wasted-gradients: {wasted_gradients: 0.5, site: backward}
