@@ -283,7 +283,6 @@ class Evidence(Stored):
     """Clock rate as a share of the highest."""
     power_limit_share: Number = None
     """Enforced power limit as a share of its default limit."""
-    temperature_c: Number = None
     supports_bf16: bool | None = None
     """Whether the GPU multiplies bfloat16."""
 

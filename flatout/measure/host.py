@@ -138,10 +138,6 @@ def gpu_facts(machine: Machine, device: str) -> dict[str, Any]:
     with suppress(pynvml.NVMLError, ZeroDivisionError):
         limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
         known["power_limit_share"] = limit / pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)
-    with suppress(pynvml.NVMLError):
-        known["temperature_c"] = float(
-            pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-        )
     return known
 
 

@@ -57,7 +57,7 @@ The last value is used for more, and is at most 7% too wide.
 """
 MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
 """Standard deviation of the median of this many normal samples."""
-MEDIANS = ("step_ms", "data_ms", "host_ms", "device_ms", "compile_s", "peak_gib")
+MEDIANS = ("step_ms", "data_ms", "compile_s", "peak_gib")
 FIRST = ("rows_per_device", "accumulate")
 """Fields of a row that are medians of its trials, and those that are the same in all."""
 Setting = Hashable
@@ -178,10 +178,6 @@ class Row(LossCheck):
     """Mean time of a measured step."""
     data_ms: float | None = None
     """Part of it spent waiting for data."""
-    host_ms: float | None = None
-    """Part of it spent on the host's work. On a GPU it overlaps with the device's."""
-    device_ms: float | None = None
-    """Part of it spent on the device's work."""
     rows_per_device: Annotated[
         int | None,
         Show("rows", record=lambda r: f"{r.rows_per_device}x{r.accumulate}" * bool(r.accumulate)),

@@ -66,8 +66,6 @@ OF_A_TRIAL: dict[str, Any] = {"log.every": 1, "log.to": []}
 """A trial records every step."""
 MIN_RUN_STEPS = 2_000
 """Shorter recipes are extended to this many steps, so that they can warm up and be measured."""
-TIMES = {"data_ms": "perf/data_wait_ms", "host_ms": "perf/host_ms", "device_ms": "perf/device_ms"}
-"""Parts of a recipe's step, and their names in its records."""
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
 
 
@@ -125,10 +123,6 @@ class Result(Answer):
     """Of a recipe."""
     data_ms: float | None = None
     """Of a recipe: the part of a step spent waiting for data."""
-    host_ms: float | None = None
-    """Of a recipe: the part spent on the host's work. On a GPU it overlaps with the device's."""
-    device_ms: float | None = None
-    """Of a recipe: the part spent on the device's work."""
     environment: dict[str, Any] = Field({})
     """Of a recipe: device, processor, threads, torch."""
     process_s: float = 0.0
@@ -396,8 +390,8 @@ def _recorded(run_dir: Path, chosen: RunConfig, asked: RunConfig, found: Result)
     }
     for name in ("rows_per_device", "accumulate", "tokens_per_step"):
         facts[name] = getattr(chosen.batch, name)
-    for name, metric in TIMES.items():
-        facts[name] = statistics.fmean([e[metric] for e in measured if metric in e] or [math.nan])
+    waits = [e["perf/data_wait_ms"] for e in measured if "perf/data_wait_ms" in e]
+    facts["data_ms"] = statistics.fmean(waits or [math.nan])
     for each in events:
         if each.get("on") is False and each["name"] in stated:
             facts |= {"status": "failed", "reason": f"{each['name']}: {each['reason']}."}

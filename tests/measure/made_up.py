@@ -75,8 +75,6 @@ class MadeUp:
             tokens_per_step=config.batch.tokens_per_step,
             peak_gib=0.5,
             data_ms=self.data_ms,
-            host_ms=2.0,
-            device_ms=7.0,
             environment={"torch": "2.13.0", "device": "cpu"},
             process_s=took,
         )

@@ -154,7 +154,7 @@ def test_a_recipe_is_a_command(tiny_config, tmp_path):
     assert (len(found.step_s), found.warmup_steps) == (8, 3)
     assert len(found.losses) >= 8
     assert (found.rows_per_device, found.accumulate, found.tokens_per_step) == (4, 2, 128)
-    assert found.data_ms + found.host_ms + found.device_ms == pytest.approx(found.step_ms, rel=0.5)
+    assert 0 <= found.data_ms < found.step_ms
     assert found.environment["device"] == "cpu"
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not (tmp_path / "run" / "tensorboard").exists()

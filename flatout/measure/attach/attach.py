@@ -23,12 +23,11 @@ from flatout.measure.attach.apply import Models, apply, keep_linked, replace
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.hooks import observing
-from flatout.measure.attach.lines import failure_of, read_stacks, site_at, user_line
+from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import SEEN, Answer, Request
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
 from flatout.measure.attach.timing import Steps, StepTimer, end_script
-from flatout.measure.evidence import Failure
 from flatout.storage.files import write_text
 
 MIN_MEASURED = 5
@@ -53,10 +52,6 @@ class Attachment:
             is_trial=request.is_trial,
         )
         self._is_done = False
-        if request.limit_s is not None:
-            late = threading.Timer(request.limit_s, guarded(self._hangs))
-            late.daemon = True
-            late.start()
         replace(os, "_exit", partial(observing, lambda *_: self.answer()))
         atexit.register(guarded(self.answer))
 
@@ -86,17 +81,6 @@ class Attachment:
         answer = Answer(steps=loop.steps, failure=failure, is_complete=is_complete, **found)
         with suppress(OSError):  # the command has ended, and has removed its directory
             write_text(Path(self._request.answer), answer.model_dump_json())
-
-    def _hangs(self) -> None:
-        """Answer with the line at which the script is, instead of what was measured."""
-        if self._is_done:
-            return
-        self._is_done = True
-        line = user_line(read_stacks().get(threading.main_thread().ident or 0, ()))
-        message = f"The run did not end within {self._request.limit_s:.0f} s."
-        failure = Failure(kind="hang", message=message, site=site_at(line))
-        answer = Answer(steps=self._loop.steps, failure=failure)
-        write_text(Path(self._request.answer), answer.model_dump_json())
 
     def _after_step(self, goes_on: bool) -> None:
         if not goes_on or self._loop.steps == self._request.steps:

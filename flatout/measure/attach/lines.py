@@ -184,19 +184,12 @@ def user_line(stack: Iterable[Line]) -> Line | None:
     return next(user_lines(stack), None)
 
 
-def read_stacks() -> dict[int, list[Line]]:
+def stacks_in(file: IO[bytes]) -> dict[int, list[Line]]:
     """Return file and line of each frame, innermost first, by thread, 100 frames at most.
 
-    Python's fault handler reads them, which creates no objects. Walking another thread's frames in
-    Python is unsafe: they may end between two steps of the walk.
+    Python's fault handler has written them to a file, which creates no objects. Walking another
+    thread's frames in Python is unsafe: they may end between two steps of the walk.
     """
-    with _memory_file() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        return _stacks_in(file)
-
-
-def _stacks_in(file: IO[bytes]) -> dict[int, list[Line]]:
-    """Return what the fault handler wrote to a file."""
     file.seek(0)
     lines = file.read().decode("ascii", "replace").splitlines()
     found: dict[int, list[Line]] = {}
@@ -209,7 +202,7 @@ def _stacks_in(file: IO[bytes]) -> dict[int, list[Line]]:
     return found
 
 
-def _memory_file() -> IO[bytes]:
+def memory_file() -> IO[bytes]:
     """Open a file that needs no disk, or a temporary one where the system has none."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("stacks"), "r+b", buffering=0)
@@ -244,7 +237,7 @@ class LineSampler:
         self._phase, self._interval_s = phase, interval_s
         self._watched = threading.get_ident() if thread is None else thread
         self.lines = LineTotals()
-        self._stop, self._file = threading.Event(), _memory_file()
+        self._stop, self._file = threading.Event(), memory_file()
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
 
     @property
@@ -279,7 +272,7 @@ class LineSampler:
         phase = self._phase()  # nothing from here to the stacks lets other threads run
         faulthandler.dump_traceback(self._file, all_threads=True)
         is_of_phase = self._phase() == phase
-        stacks = _stacks_in(self._file)
+        stacks = stacks_in(self._file)
         self._file.truncate(0)
         self._file.seek(0)
         for one, frames in stacks.items():

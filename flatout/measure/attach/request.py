@@ -68,8 +68,6 @@ class Request(Stored):
     """Seconds of ordinary steps."""
     steps: int | None = None
     """Steps, the warm-up included, after which the measurement ends. None means by the seconds."""
-    limit_s: float | None = None
-    """Seconds after which it counts as hanging."""
     to_the_end: bool = False
     """Whether the script runs on after that."""
     changes: tuple[str, ...] = ()

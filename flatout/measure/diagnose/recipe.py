@@ -29,7 +29,7 @@ from flatout.measure.host import gpu_facts, host_facts
 from flatout.measure.plan.prediction import most_rows
 from flatout.measure.race import Race
 from flatout.measure.resolving import apart, resolve_on
-from flatout.measure.trial import GRACE_S, QUIET, Ran, Result, run_recipe, try_recipe
+from flatout.measure.trial import QUIET, Ran, Result, run_recipe, try_recipe
 from flatout.models.language_model import model_of
 from flatout.optim.schedule import warmup_steps
 from flatout.progress import SILENT, Progress
@@ -78,8 +78,8 @@ def diagnose_recipe(
         progress.say("Nothing keeps the run from starting. Measuring its steps.")
         limit_s, run_dir = LIMIT_S + 6 * seconds, Path(folder) / "run"
         with progress.task("Measuring (about half a minute)"):
-            request = Request(seconds=seconds, is_trial=True, limit_s=limit_s)
-            ran = run_recipe(stated, run_dir, request, limit_s + GRACE_S)
+            request = Request(seconds=seconds, is_trial=True)
+            ran = run_recipe(stated, run_dir, request, limit_s)
             found = measured(found, ran, run_dir)
         return with_auto(found, config, seconds, cache, progress)
 

@@ -56,7 +56,7 @@ def environment(evidence: Evidence) -> Found:
     return harmful and "slows", f"{says}.", (fix,)
 
 
-@rule(shows="power_limit_share temperature_c")
+@rule(shows="power_limit_share")
 def throttling(evidence: Evidence) -> Found:
     """The GPU runs below its clock rate: power cap, heat, power supply."""
     reasons, clock = evidence.slowed_by or (), evidence.clock_share or 1.0

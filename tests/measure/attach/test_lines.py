@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import threading
@@ -16,8 +17,9 @@ from flatout.measure.attach.lines import (
     LineSampler,
     LineTotals,
     line_of,
+    memory_file,
     pause_s,
-    read_stacks,
+    stacks_in,
     user_frame,
 )
 from flatout.training import loop
@@ -48,9 +50,11 @@ def test_stacks_name_the_frames_of_every_thread(tmp_path):
     other = threading.Thread(target=exec, args=(code, values))
     other.start()
     assert entered.wait(10)
-    found = read_stacks()
+    with memory_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        found = stacks_in(file)
     own = [(file, line_of(file, number)) for file, number in found[threading.get_ident()]]
-    assert (__file__, "found = read_stacks()") in own
+    assert (__file__, "faulthandler.dump_traceback(file, all_threads=True)") in own
     assert (str(tmp_path / "quälend 好.py"), 2) in found[other.ident]
     leave.set()
     other.join()
