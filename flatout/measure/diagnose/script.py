@@ -51,7 +51,8 @@ def evidence_in(name: str, ran: Ran) -> Evidence:
         what = "took too few steps until its time was up."
         fix = "Allow more --minutes, or make its steps shorter: fewer rows show the same."
     elif failure is not None:
-        what = f"failed before its steps could be measured: {failure.message}"
+        said = f" (exit code {ran.code})" if ran.output and ran.code else ""
+        what = f"failed before its steps could be measured{said}: {failure.message}"
         fix = failure.fix or "Run it alone first, and repair that."
     elif problem == NOT_IMPORTED:
         what = "did not import torch."
