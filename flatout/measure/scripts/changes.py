@@ -14,8 +14,8 @@ from flatout.measure.scripts.patch import Edit
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch with a fused form on every device."""
-LEAST_WAIT, LEAST_GC = 0.02, 0.01
-"""Shares of a step from which waiting for data and collecting garbage are worth a trial."""
+LEAST_WAIT = 0.02
+"""Share of a step from which waiting for data is worth a trial."""
 MOST_WORKERS = 8
 """Most workers of a DataLoader that are tried."""
 WORKERS = {"num_workers": "{workers}", "persistent_workers": "True"}
@@ -31,6 +31,7 @@ GONE = {
     '.to("cpu", non_blocking=True)` and read it after the next step.',
     "compile-each-block": "Call compile() of each block in the script, or try --with compile.",
     "zero-grad-none": "Call zero_grad() without set_to_none=False in the script.",
+    "gc-thresholds": "Call gc.freeze() and gc.set_threshold(100_000, 50, 100) before the loop.",
     "prefetch": "Set prefetch_factor in the script's own DataLoader.",
 }
 """Changes of earlier versions, and what to do instead."""
@@ -121,13 +122,6 @@ CHANGES = {
         "the loop does not call torch.cuda.empty_cache()",
         Edit(at="empty-cache", remove=True),
         calls("empty-cache"),
-    ),
-    "gc-thresholds": Change(
-        "the garbage collector runs rarely, and ignores objects from before the loop",
-        Edit(
-            lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)"),
-        ),
-        lambda e: {"Collecting garbage takes no time.": (e.share(e.gc_s) or 0.0) < LEAST_GC},
     ),
     "threads": Change(
         "operations on the CPU use all cores",

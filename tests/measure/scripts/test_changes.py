@@ -69,7 +69,7 @@ def main():
                 print(json.dumps({
                     "workers": loader.num_workers, "persistent": loader.persistent_workers,
                     "threads": torch.get_num_threads(), "anomaly": torch.is_anomaly_enabled(),
-                    "collected": collected, "thresholds": gc.get_threshold(),
+                    "collected": collected,
                     "fused": optimizer.defaults["fused"],
                     "last": net.conv.weight.is_contiguous(memory_format=torch.channels_last),
                     "inside": str(net.saw), "out": str(out.dtype), "losses": losses,
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     main()
 """
 ON_A_CPU = (
-    *("data-workers", "no-anomaly", "no-gc-collect", "gc-thresholds", "threads"),
+    *("data-workers", "no-anomaly", "no-gc-collect", "threads"),
     *("channels-last", "fused-optimizer", "tf32", "cudnn-benchmark"),
 )
 
@@ -135,7 +135,6 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
     assert (found["workers"], found["persistent"]) == (num_workers(), True)
     assert not found["anomaly"]
     assert found["collected"] == []
-    assert found["thresholds"] == [100_000, 50, 100]
     assert found["fused"]
     assert found["last"]
     assert found["same"]
