@@ -23,9 +23,6 @@ a negative number of steps
 a fractional number of steps
     train my.yaml train.steps=1.5
     train.steps=1.5 | a whole number -> remove it
-a profile of steps beyond the end of the run
-    profile my.yaml --skip 50
-    Steps 51 to 53 do not exist | 2 steps -> Remove --skip | train.steps=53
 an infinite time limit of `tune`
     tune my.yaml --minutes inf
     minutes=inf | a finite number from 1 -> Correct minutes

@@ -21,7 +21,7 @@ import numpy as np
 from flatout.assembly.choices import parts_of
 from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
-from flatout.errors import ConfigError, RunFailed
+from flatout.errors import RunFailed
 from flatout.hardware.machine import fingerprint
 from flatout.measure.attach.request import Recording, Request
 from flatout.measure.attach.trace import Trace, document_in, read_trace
@@ -135,23 +135,12 @@ def recorded_to(out: Path, steps: int, skip: int | None) -> Iterator[tuple[Reque
 
 
 def long_enough(config: RunConfig, steps: int, skip: int | None) -> RunConfig:
-    """Return the configuration with enough steps for a profile that did not choose its steps.
+    """Return the configuration with enough steps for a profile.
 
     On a GPU, one more step is for the memory.
-    Raises: ConfigError when the chosen steps are beyond the end of the run.
     """
-    planned = config.train.steps or 0
-    last = WARM_STEPS + 2 * steps + 2 if skip is None else skip + steps
-    if last <= planned:
-        return config
-    if skip is None:
-        return config.with_values({"train.steps": last})
-    most = planned - steps
-    choice = f"Use --skip {most} or less" if most >= 1 else "Remove --skip"
-    raise ConfigError(
-        f"Steps {skip + 1} to {last} do not exist: the run has {counted(planned, 'step')}.",
-        fix=f"{choice}, or set train.steps={last}.",
-    )
+    last = WARM_STEPS + 2 * steps + 2 if skip is None else skip + steps + 1
+    return config.with_values({"train.steps": max(config.train.steps or 0, last)})
 
 
 def written(ran: Ran, request: Request, out: Path, **known: Any) -> Profile:
