@@ -35,16 +35,14 @@ def layout_of(config: ParallelConfig, world_size: int) -> Layout:
 
     Raises: ConfigError when replicate times shard is not that number, or context is no divisor.
     """
-    each = config.shard * config.tensor
-    stated = f"parallel.shard={config.shard}"
-    if config.tensor > 1:
-        stated += f" x parallel.tensor={config.tensor}"
+    shard, tensor, context = config.shard, config.tensor, config.context
+    stated = f"parallel.shard={shard}" + (f" x parallel.tensor={tensor}" if tensor > 1 else "")
     if config.replicate == "auto":
-        replicate = max(1, world_size // each)
+        replicate = max(1, world_size // (shard * tensor))
     else:
         replicate = config.replicate
         stated = f"parallel.replicate={replicate} x {stated}"
-    processes = replicate * each
+    processes = replicate * shard * tensor
     if processes != world_size:
         raise ConfigError(
             f"{stated} does not fit {counted(world_size, 'process', 'processes')}.",
@@ -52,11 +50,11 @@ def layout_of(config: ParallelConfig, world_size: int) -> Layout:
             f"-m flatout ...`, or set parallel.replicate=auto and parallel.shard to a divisor of "
             f"the {world_size}.",
         )
-    among = config.shard if config.shard > 1 else replicate
-    if among % config.context:
+    among, key = (shard, "shard") if shard > 1 else (replicate, "replicate")
+    if among % context:
         raise ConfigError(
-            f"parallel.context={config.context} does not divide {among} processes, of which groups "
-            "share rows.",
+            f"parallel.context={context} does not divide parallel.{key}={among}: groups of that "
+            "many processes share rows.",
             fix=f"Set parallel.context to a divisor of {among}, or remove it.",
         )
-    return Layout(world_size, replicate, config.shard, config.tensor, config.context)
+    return Layout(world_size, replicate, shard, tensor, context)

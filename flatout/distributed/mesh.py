@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,12 +93,11 @@ class Mesh(Layout, Ranks):
         """
         if self.world_size == 1:
             return tensors
-        packed = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+        packed = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
         dist.all_reduce(packed)
         parts = torch.split(packed, [tensor.numel() for tensor in tensors])
         return tuple(
-            part.reshape(tensor.shape).to(tensor.dtype)
-            for part, tensor in zip(parts, tensors, strict=True)
+            part.view_as(tensor).to(tensor) for part, tensor in zip(parts, tensors, strict=True)
         )
 
     def barrier(self) -> None:
@@ -110,9 +109,9 @@ class Mesh(Layout, Ranks):
         """Return rank 0's value, on every process."""
         if self.world_size == 1:
             return value
-        box = [value if self.is_main else None]
+        box = [value]
         dist.broadcast_object_list(box, src=0)
-        return cast(T, box[0])
+        return box[0]
 
 
 def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -> Mesh:
