@@ -23,12 +23,10 @@ from flatout.measure.attach.apply import Models, apply, keep_linked, replace
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.hooks import observing
-from flatout.measure.attach.lines import failure_of
-from flatout.measure.attach.request import SEEN, Answer, Request
+from flatout.measure.attach.request import SEEN, Request
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
-from flatout.measure.attach.timing import Steps, StepTimer, end_script
-from flatout.storage.files import write_text
+from flatout.measure.attach.timing import Steps, StepTimer, end_script, reply
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
@@ -77,10 +75,7 @@ class Attachment:
         elif error is None:
             return
         loop.end()
-        failure = None if error is None else failure_of(error, loop.steps)
-        answer = Answer(steps=loop.steps, failure=failure, is_complete=is_complete, **found)
-        with suppress(OSError):  # the command has ended, and has removed its directory
-            write_text(Path(self._request.answer), answer.model_dump_json())
+        reply(self._request, loop.steps, is_complete=is_complete, **found)
 
     def _after_step(self, goes_on: bool) -> None:
         if not goes_on or self._loop.steps == self._request.steps:
@@ -114,7 +109,7 @@ def attach(path: str) -> None:
     if request.timing is not None:
         StepTimer(request, failed)
     else:
-        atexit.register(_tell, Path(request.answer), failed)
+        atexit.register(reply, request, 0, failed=failed)
 
 
 def _end_with(parent: int) -> None:
@@ -131,9 +126,3 @@ def _interrupt_after(steps: int) -> None:
     """
     seen = count(1)
     Steps(lambda: os.kill(os.getpid(), signal.SIGTERM) if next(seen) == steps else None)
-
-
-def _tell(path: Path, failed: dict[str, str]) -> None:
-    """Report at the end which changes could not be applied."""
-    with suppress(OSError):
-        write_text(path, Answer(failed=failed).model_dump_json())

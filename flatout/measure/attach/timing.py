@@ -169,9 +169,10 @@ class StepTimer:
         if self._on_gpu():
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
-        step_s, error = self._step_s(), getattr(sys, "last_value", None)
-        found = Answer(
-            steps=len(self._marks),
+        step_s = self._step_s()
+        reply(
+            self._request,
+            len(self._marks),
             step_s=step_s,
             warmup_steps=len(step_s) if self._warmup is None else self._warmup,
             is_complete=self._is_complete,
@@ -182,12 +183,19 @@ class StepTimer:
                 for losses in self._losses
                 if losses
             ],
-            failure=None if error is None else failure_of(error, len(self._marks)),
             peak_gib=peak / GIB,
             failed=self._failed,
         )
-        write_text(Path(self._request.answer), found.model_dump_json())
         self._marks = []
+
+
+def reply(request: Request, steps: int, **found: Any) -> None:
+    """Write the answer to a request, with the error that ends the script, if there is one."""
+    error = getattr(sys, "last_value", None)
+    failure = None if error is None else failure_of(error, steps)
+    answer = Answer(steps=steps, failure=failure, **found)
+    with suppress(OSError):  # the command has ended, and has removed its directory
+        write_text(Path(request.answer), answer.model_dump_json())
 
 
 def first_weights(optimizer: Any) -> Any:
