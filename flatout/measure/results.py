@@ -219,8 +219,6 @@ class ScriptTuning(Measurement):
     """How many times faster all winners make it. None without any."""
     gain_losses: LossCheck | None = None
     """The losses with all winners."""
-    loss_noise: float | None
-    """Largest relative difference of a loss between two runs of the unchanged script."""
     patch: str = ""
     """The winners as a unified diff. "" means none."""
     by_hand: list[ByHand] = Field([])
@@ -231,8 +229,6 @@ class ScriptTuning(Measurement):
     """Its losses."""
     withheld: str | None = None
     """Why no patch is given, although there are winners."""
-    written: list[str]
-    """Files that the script wrote in its directory. The trials wrote them in a copy."""
 
     def display(self) -> Display:
         """Return what `diagnose` finds, the table, the patch, and how to use both."""

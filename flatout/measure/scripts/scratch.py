@@ -27,8 +27,6 @@ class Scratch:
 
     def __init__(self, source: Path) -> None:
         self.source = source.resolve()
-        self.written: dict[str, None] = {}
-        """Files that trials created or changed, relative to the directory."""
         self._root = Path(tempfile.mkdtemp(prefix="flatout-scratch-")).resolve()
         self.path = self._root / self.source.relative_to("/")
         """The copy."""
@@ -79,12 +77,6 @@ class Scratch:
 
     def reset(self) -> None:
         """Undo what a trial did to the copy, by another one."""
-        for path in self.path.rglob("*"):
-            if path.is_symlink() or not path.is_file() or "__pycache__" in path.parts:
-                continue
-            original = self.source / (name := path.relative_to(self.path))
-            if not original.exists() or stamp(path) != stamp(original):
-                self.written[str(name)] = None
         shutil.rmtree(self.path)
         self._copy()
 
@@ -101,9 +93,3 @@ class Scratch:
     def original(self, text: str) -> str:
         """Return a text with the paths of the user's files in place of those of the copy."""
         return text.replace(str(self.path), str(self.source))
-
-
-def stamp(path: Path) -> tuple[int, int]:
-    """Return what tells a written file from a copied one."""
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size

@@ -31,7 +31,6 @@ from flatout.measure.results import (
     ScriptTuning,
     facts_of,
     late_ones,
-    shortened,
 )
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
@@ -95,9 +94,6 @@ def tune_script(
             trials.edits = patch_of(edits, look.sites, scratch.source)
             with race.running(progress, "Proving the patch"):
                 found = proof_of(search, trials.edits)
-        scratch.reset()
-        ours = trials.edits.files if trials.edits else {}
-        written = [name for name in scratch.written if name not in ours]
     result = ScriptTuning(
         command=list(command),
         verdict=diagnosis.verdict,
@@ -106,8 +102,6 @@ def tune_script(
         changes=search.rows(),
         not_tried=search.left,
         taken=[one.move.name for one in search.taken],
-        loss_noise=race.loss_noise(UNCHANGED),
-        written=written,
         path=str(out) if search.taken or is_asked or out.exists() else "",
         **facts_of(race) | found,
     )
@@ -215,9 +209,6 @@ def notes(found: ScriptTuning) -> list[str]:
     if found.taken:
         command = " ".join(map(in_shell, found.command))
         lines.append(f"Without editing: flatout run --with {','.join(found.taken)} -- {command}")
-    if found.written:
-        names = shortened(found.written)
-        lines.append(f"The script wrote {names} in the copy of this directory alone.")
     where = f"; {found.path}/" * bool(found.path)
     return [*lines, f"{found.trials}{where}"]
 
