@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from functools import partial
 import pytest
 from corpora import work_items
 
+from flatout.data.prepare.pack.range_files import DATASET, RANGES
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
 from flatout.data.prepare.plan import make
@@ -136,11 +138,9 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".part"}
 
 
-def taken(folder):
-    held = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for path in folder.iterdir():
-        path.unlink()
-    return held
+def packed(work_dir):
+    """Return the complete files of the ranges in a work directory."""
+    return content(work_dir / RANGES) | content(work_dir / DATASET)
 
 
 def raylet(node):
@@ -216,11 +216,13 @@ def test_a_dead_node_costs_only_its_ranges(cluster, other, source, packing, tmp_
     assert ONE_LEFT in said.lines
     assert [record.number for record in records] == list(range(12))
     assert sum(tally.documents for tally in told) == 120, "repeated work is reported once"
-    for path in packing.folder.glob("*.part"):
-        path.unlink()
-    of_cluster = taken(packing.folder)
+    of_cluster = packed(packing.folder)
+    assert len(of_cluster) == 3 * 12, "tokens, ends and record"
+    for name in (RANGES, DATASET):
+        shutil.rmtree(packing.folder / name)
+        (packing.folder / name).mkdir()
     pack(work, packing, LocalWorkers(1))
-    assert of_cluster == content(packing.folder)
+    assert of_cluster == packed(packing.folder)
 
 
 def test_a_killed_process_costs_only_its_range(other, source, packing, tmp_path, capfd):

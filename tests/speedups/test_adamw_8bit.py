@@ -181,7 +181,7 @@ def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_c
     install = 'pip install "flatout[adamw-8bit]"'
     assert install in str(raised.value)
     monkeypatch.setattr(speedup, "find_spec", lambda _: None)
-    assert install in SPEEDUPS.get(NAME).why_not(None, tiny_config())
+    assert install in SPEEDUPS.get(NAME).why_not(probe(), tiny_config())
 
 
 @pytest.mark.parametrize("key", [{"parallel__shard": 2}, {"parallel__offload": "cpu"}])
