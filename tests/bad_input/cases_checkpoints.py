@@ -57,6 +57,5 @@ a URL as the run of `runs`
             '"format_version": 2',
             '"format_version": 9',
         ),
-        progress="Checkpoint step-2 cannot be used",
     ),
 ]
