@@ -14,19 +14,19 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 78_680,
-    "data": 61_670,
-    "training": 55_370,
-    "cli": 24_200,
+    "measure": 73_980,
+    "data": 60_000,
+    "training": 54_280,
+    "cli": 24_110,
     "models": 22_600,
-    "assembly": 19_290,
-    "config": 10_390,
+    "assembly": 16_550,
+    "config": 10_375,
     "ops": 13_940,
     "inference": 8_350,
     "storage": 11_505,
-    "distributed": 6_750,
+    "distributed": 6_740,
     "optim": 5_710,
-    "speedups": 5_890,
+    "speedups": 5_240,
     "hardware": 3_272,
     "top": 4_293,
 }
