@@ -251,6 +251,8 @@ class Evidence(Stored):
     """Memory that each step adds, where it grows steadily. 0 means it does not."""
     kept_graphs: Number = None
     """Share of the last steps' graphs that are still in memory."""
+    kept_by: str = "a variable"
+    """The variable that keeps them."""
 
     cores: Count = None
     """Cores that the process may use."""

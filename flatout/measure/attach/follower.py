@@ -43,7 +43,7 @@ from flatout.measure.attach.lines import (
     user_frame,
     user_lines,
 )
-from flatout.measure.attach.recorder import Graphs, own_lines, padding_of
+from flatout.measure.attach.recorder import Graphs, keeper_of_graphs, own_lines, padding_of
 from flatout.measure.attach.request import Recording
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
@@ -493,7 +493,9 @@ class Follower:
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
-        update["kept_graphs"] = self._graphs.kept()
+        if kept_graphs := self._graphs.kept():
+            update["kept_by"] = guarded(keeper_of_graphs)(sys._getframe(1)) or "a variable"
+        update["kept_graphs"] = kept_graphs
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}

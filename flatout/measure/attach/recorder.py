@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
 
@@ -30,6 +33,8 @@ MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
 WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
+MOST_ATTRIBUTES = 100
+"""An object with more is no record of a script: a module, for example."""
 MARK_DEPTH = 16
 """Nodes below the loss at which its graph is marked once more: outputs may be kept without it."""
 
@@ -184,6 +189,32 @@ class Graphs:
         """Return the share of the last steps, without two, whose graphs are in memory."""
         earlier = [*self._marks][:-2]
         return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
+
+
+def keeper_of_graphs(frame: FrameType | None) -> str:
+    """Return the variable of the calling user code, or of its objects, that keeps graphs.
+
+    It is a list of tensors with graphs, or a long sum of losses.
+    """
+    while frame is not None:
+        held = [*frame.f_locals.items()] if is_user_code(frame.f_code.co_filename) else []
+        for name, value in held:
+            own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            shown = "{}[{!r}]" if isinstance(value, dict) else "{}.{}"
+            if re.fullmatch(r"\w+(\.\w+)?", name) and len(own) < MOST_ATTRIBUTES:
+                held += [(shown.format(name, key), one) for key, one in own.items()]
+            kept = [*value][-3:] if isinstance(value, (list, deque)) else []
+            nodes = [one.grad_fn for one in kept if isinstance(one, Tensor) and one.grad_fn]
+            if isinstance(value, Tensor):
+                nodes = [*itertools.takewhile(_is_sum, itertools.islice(_chain(value.grad_fn), 9))]
+            if len(nodes) == (9 if isinstance(value, Tensor) else 3):
+                return name
+        frame = frame.f_back
+    return "a variable"
+
+
+def _is_sum(node: Any) -> bool:
+    return bool(node.name() == "AddBackward0")
 
 
 def _metadata(node: Any) -> dict[str, Any]:

@@ -315,7 +315,7 @@ ROWS = [
         "growing-memory",
         "The graph of each step is kept, so that memory and time grow with the steps.",
         lambda e: (e.kept_graphs or 0.0) > 0.5 and "spoils",
-        "The graph of each step is kept in memory, so memory and time grow with the steps.",
+        "The graph of each step is kept by {e.kept_by}, so memory and time grow with the steps.",
         "Keep numbers, not tensors with gradients: a list or a sum of losses or outputs takes "
         "loss.item() or output.detach().",
         shows="growth_mib",

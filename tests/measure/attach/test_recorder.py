@@ -9,7 +9,13 @@ import torch
 
 from flatout.measure.attach.follower import moved
 from flatout.measure.attach.lines import LineTotals, user_frame
-from flatout.measure.attach.recorder import CallRecorder, Graphs, own_lines, padding_of
+from flatout.measure.attach.recorder import (
+    CallRecorder,
+    Graphs,
+    keeper_of_graphs,
+    own_lines,
+    padding_of,
+)
 from flatout.measure.evidence import Evidence
 
 
@@ -59,6 +65,7 @@ def test_kept_outputs_keep_their_graph_without_the_loss(weights):
         loss.backward()
         outputs.append(output)
     assert graphs.kept() == 1.0
+    assert keeper_of_graphs(sys._getframe()) == "outputs"
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -71,6 +78,31 @@ def test_kept_graphs_are_counted(weights, keeps):
         losses.append(loss if keeps else loss.item())
         total += loss.item()
     assert graphs.kept() == (1.0 if keeps else 0.0)
+    assert keeper_of_graphs(sys._getframe()) == ("losses" if keeps else "a variable")
+
+
+class Trainer:
+    """A trainer of a script that keeps what its steps return."""
+
+    def __init__(self, kind):
+        self.kind, self.history, self.total = kind, {"loss": [], "step": []}, 0.0
+
+    def run(self, weights):
+        for step in range(12):
+            loss = (weights @ weights).sum()
+            self.history["step"].append(step)
+            if self.kind == "history":
+                self.history["loss"].append(loss)
+            else:
+                self.total += loss
+        return keeper_of_graphs(sys._getframe())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("history", "self.history['loss']"), ("total", "self.total")]
+)
+def test_an_attribute_that_keeps_graphs_is_named(weights, kind, name):
+    assert Trainer(kind).run(weights) == name
 
 
 def padded(lengths, width=64, *, left=False):

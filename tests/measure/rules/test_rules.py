@@ -99,7 +99,7 @@ cpu:
   frequent-evaluation: {evaluation_s: 0.05}
   garbage-collection: {gc_s: 0.02, site: gc}
   memory-leak: {growth_bytes: 1048576}
-  growing-memory: {kept_graphs: 1.0, growth_bytes: 1048576}
+  growing-memory: {kept_graphs: 1.0, kept_by: total, growth_bytes: 1048576}
   length: {epochs: 400.0}
   out-of-memory: {failure: {kind: out-of-memory, message: It fails.}}
   padding: {padding: 0.6, site: padding}
