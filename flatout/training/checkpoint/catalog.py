@@ -390,13 +390,18 @@ def latest(
 def best(newest: Path, *, deep: Deep = True, progress: Progress = SILENT) -> Path | None:
     """Return the complete checkpoint with the lowest validation loss, as `newest` states it.
 
-    None when no loss is known, or that checkpoint is missing or incomplete.
+    None when no loss is known, or that checkpoint is missing or, which is said, incomplete.
     """
     step = best_step_of(newest)
     if step is None:
         return None
     path = newest.with_name(f"step-{step}")
-    return path if path.is_dir() and not verify(path, deep=deep, progress=progress) else None
+    if not path.is_dir():
+        return None
+    for problem in verify(path, deep=deep, progress=progress):
+        progress.say(f"Checkpoint {path.name} cannot be used: {problem}")
+        return None
+    return path
 
 
 def best_step_of(checkpoint: Path) -> int | None:

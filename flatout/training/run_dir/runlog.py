@@ -241,8 +241,9 @@ def record_exit(folder: Path, code: int, error: BaseException | None = None) -> 
     A command that was rejected before it trained changes nothing in the journal.
     """
     layout.write_exit_code(folder, code)
-    if code != RunFailed.exit_code and not RunLog(folder).is_open:
-        return
+    with suppress(OSError):
+        if code != RunFailed.exit_code and not RunLog(folder).is_open:
+            return
     why: JsonObject = {}
     if error is not None:
         what, fix = (str(error).splitlines() or [""])[0][:300], None
