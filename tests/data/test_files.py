@@ -101,7 +101,7 @@ def test_a_dataset_is_synced_before_it_is_renamed(tmp_path, done, write_set):
     [
         (errno.ENOSPC, "Free space there"),
         (errno.EIO, "failed to read or write"),
-        (errno.EACCES, "writable directory"),
+        (errno.EACCES, "can be written"),
     ],
 )
 def test_the_fix_of_a_failed_write_depends_on_the_error(number, fix):
