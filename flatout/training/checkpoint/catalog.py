@@ -390,7 +390,8 @@ def latest(
 def best(newest: Path, *, deep: Deep = True, progress: Progress = SILENT) -> Path | None:
     """Return the complete checkpoint with the lowest validation loss, as `newest` states it.
 
-    None when no loss is known, or that checkpoint is missing or, which is said, incomplete.
+    None when no loss is known, or that checkpoint is missing or incomplete. An incomplete one is
+    reported.
     """
     step = best_step_of(newest)
     if step is None:
@@ -398,10 +399,9 @@ def best(newest: Path, *, deep: Deep = True, progress: Progress = SILENT) -> Pat
     path = newest.with_name(f"step-{step}")
     if not path.is_dir():
         return None
-    for problem in verify(path, deep=deep, progress=progress):
-        progress.say(f"Checkpoint {path.name} cannot be used: {problem}")
-        return None
-    return path
+    if problems := verify(path, deep=deep, progress=progress):
+        progress.say(f"Checkpoint {path.name} cannot be used: {problems[0]}")
+    return None if problems else path
 
 
 def best_step_of(checkpoint: Path) -> int | None:
