@@ -6,6 +6,7 @@ from typing import Any
 
 from flatout.assembly.parts import divisors
 from flatout.config.schema import RunConfig
+from flatout.display import first_of
 from flatout.distributed.layout import Layout
 from flatout.errors import ConfigError
 
@@ -76,11 +77,10 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     if world_size not in sizes:
         keys = ("shard", "tensor", "context")
         stated = ", ".join(f"parallel.{key}={getattr(parallel, key)}" for key in keys)
-        listed = ", ".join(map(str, sizes[:8]))
         raise ConfigError(
             f"A step of {sequences} sequences cannot be divided among {world_size} processes "
             f"with {stated}.",
-            fix=f"Start {listed} processes." if sizes else "Remove these keys.",
+            fix=f"Start {first_of(sizes, 8)} processes." if sizes else "Remove these keys.",
         )
     share = sequences // (world_size // parallel.per_row)
     rows = next(divisors(share, int(config.batch.rows_per_device)))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flatout.display import first_of
 from flatout.errors import DataError, in_shell
 from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
@@ -178,8 +179,7 @@ def _chunks(folder: Path) -> tuple[Path, ...]:
     missing = sorted({*range(min(numbers[0], 1), numbers[-1])} - {*numbers}) if numbers else []
     if missing:
         raise DataError(
-            f"{folder} has no chunk {', '.join(map(str, missing[:3]))}"
-            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}.",
+            f"{folder} has no chunk {first_of(missing)}.",
             fix="Copy the missing files there, or renumber the files.",
         )
     return tuple(entry for _, entry in numbered)
@@ -356,11 +356,10 @@ def _field(names: Sequence[str], reading: Reading, path: Path) -> str:
     if reading.field is None and not usual:
         usual = [*names] if len(names) == 1 else []
     if not usual or (reading.field is not None and usual[0] != reading.field):
-        shown = ", ".join(map(repr, names[:10])) or "none"
         wanted = f"no key {reading.field!r}" if reading.field else f"{len(names)} keys of tensors"
         raise DataError(
             f"{path} has {wanted}, so it is not clear which tensor contains the tokens.",
-            fix=f"Name it with --field: {shown}." if names else COPY,
+            fix=f"Name it with --field: {first_of([*map(repr, names)])}." if names else COPY,
         )
     return str(usual[0])
 

@@ -26,7 +26,7 @@ from flatout.assembly.parts import divisors
 from flatout.assembly.resolve import flops_per_token
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
-from flatout.display import markdown
+from flatout.display import first_of, markdown
 from flatout.measure.attach.request import Timing
 from flatout.measure.moves import (
     AHEAD,
@@ -43,7 +43,7 @@ from flatout.measure.moves import (
 from flatout.measure.output import claim, require_own
 from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
-from flatout.measure.results import Bench, Measurement, facts_of, shortened
+from flatout.measure.results import Bench, Measurement, facts_of
 from flatout.measure.trial import Result, require_one_process, try_recipe
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import sync, write_text, writing
@@ -248,7 +248,7 @@ def notes(race: Race, found: Bench) -> list[str]:
     lines += [f"{r.name}: losses {r.words()}." for r in rows if r.within_tolerance is False]
     if late := [row.name for row in rows if row.status == "not-measured"]:
         lines.append(
-            f"{race.stopped_by.capitalize()} before {shortened(late)} had a turn."
+            f"{race.stopped_by.capitalize()} before {first_of(late)} had a turn."
             f"{' Add --minutes.' * found.complete}"
         )
     torch, threads = (found.environment.get(name) for name in ("torch", "threads"))

@@ -17,7 +17,7 @@ from typing import Any
 from flatout.config.schema import RunConfig, flat
 from flatout.config.sections import CheckpointConfig, LogConfig
 from flatout.config.trust import forget
-from flatout.display import Display
+from flatout.display import Display, first_of
 from flatout.errors import ConfigError, Stopped
 from flatout.hardware.machine import pick_device, probe
 from flatout.measure.attach.request import Request
@@ -190,14 +190,14 @@ def compare_runs(whole: Path, parts: Path) -> dict[str, Any]:
         if values[0] != values[1]:
             numbers = all(isinstance(value, int | float) for value in values)
             lines.append((step, f"{name} differs" + ": {} -> {}".format(*values) * numbers))
-    more = len(lines) - MOST_SHOWN
     return {
         "is_equal": not lines,
         "values": len(one),
         "bytes": sum(file.size_bytes for each in manifests for file in each.files),
         "first_step": lines[0][0] if lines else None,
-        "differences": [f"Step {step}, {text}." for step, text in lines[:MOST_SHOWN]]
-        + [f"... and {more:,} more."] * (more > 0),
+        "differences": first_of(
+            [f"Step {step}, {text}." for step, text in lines], MOST_SHOWN, "\n"
+        ).splitlines(),
     }
 
 

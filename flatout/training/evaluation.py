@@ -17,6 +17,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.load.batches import SequenceReader
 from flatout.data.load.loader import evaluation_batches
 from flatout.data.store.mix import Member, members_of
+from flatout.display import first_of
 from flatout.distributed.mesh import Mesh
 from flatout.ops import float64_device
 from flatout.progress import SILENT, Progress
@@ -275,8 +276,7 @@ def warn_of_empty_steps(run: Run, progress: Progress) -> None:
 
 def warn_of_unscored(members: Sequence[Member], progress: Progress) -> None:
     """Report the datasets of a mix that have no validation text."""
-    for member in members:
-        if len(members) > 1 and member not in with_validation(members):
-            progress.say(
-                f"{member.name} has no validation text and does not count towards the loss."
-            )
+    scored = with_validation(members)
+    others = [member.name for member in members if member not in scored]
+    if others and len(members) > 1:
+        progress.say(f"Without validation text, and not in the loss: {first_of(others)}.")

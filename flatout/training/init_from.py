@@ -12,6 +12,7 @@ from flatout.config.schema import RunConfig, override
 from flatout.config.trust import references_in
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
+from flatout.display import first_of
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.export_mark import require_as_exported
 from flatout.models.families.hub import PREFIX
@@ -195,7 +196,8 @@ def _require_fit(
     if references_in({"model": {"kind": keys.get("model.kind")}}):
         fix = READ_CODE
     raise ConfigError(
-        f"The weights of {checkpoint} belong to a different model: {'; '.join(differences[:3])}.",
+        f"The weights of {checkpoint} belong to a different model: "
+        f"{first_of(differences, 3, '; ')}.",
         fix=fix,
     )
 

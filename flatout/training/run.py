@@ -20,6 +20,7 @@ from flatout.config.registry import RECIPES
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
+from flatout.display import first_of
 from flatout.distributed.launch import num_processes
 from flatout.distributed.mesh import make_mesh
 from flatout.distributed.rendezvous import (
@@ -172,7 +173,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             store_plan(run, plan, progress)
             suggest_bench(run, plan, request)
             if mesh.world_size > 1 and is_elastic():
-                sizes = ", ".join(map(str, sizes_of(run.config)))
+                sizes = first_of(sizes_of(run.config), 8)
                 progress.say(f"torchrun may continue this run with {sizes} processes.")
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
@@ -400,14 +401,18 @@ def log_start(
     for difference in differences:
         log.event("difference", text=difference)
         log.progress.say(difference)
-    for member in run.dataset.members if isinstance(run.dataset, MixedDataset) else ():
+    lines = []
+    members = run.dataset.members if isinstance(run.dataset, MixedDataset) else ()
+    for member in sorted(members, key=lambda member: -member.share):
         path, share = str(member.dataset.path), member.share
         tokens = epoch_tokens(member.dataset, run.config.data.seq_len)
         passes = share * run.last_step * run.tokens_per_step / tokens
         log.event("data", name=member.name, path=path, share=share, passes=passes)
-        log.progress.say(
+        lines.append(
             f"{member.name}: {share:.1%} of the sequences, read {passes:.3g} times in this run."
         )
+    if lines:
+        log.progress.say(first_of(lines, 5, "\n"))
     warn_of_unscored(members_of(run.dataset), log.progress)
     warn_of_empty_steps(run, log.progress)
     known, rows, name = run.dataset.vocab_size, run.core.config.vocab_size, run.config.name

@@ -18,6 +18,7 @@ from flatout.assembly.resolve import resolve, steps_stated, with_evaluations
 from flatout.config.schema import RunConfig, flat
 from flatout.config.trust import remember
 from flatout.data.store.mix import AnyDataset, members_of
+from flatout.display import first_of
 from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.hardware.machine import CpuTimes, Machine
@@ -332,6 +333,6 @@ def require_run_directory(folder: Path) -> None:
     others = [name for name in found if name not in started]
     if others and layout.CONFIG not in found:
         raise CheckpointError(
-            f"{folder} is not a run directory. It contains {', '.join(others[:4])}.",
+            f"{folder} is not a run directory. It contains {first_of(others)}.",
             fix="Choose a new directory with --run-dir DIR.",
         )

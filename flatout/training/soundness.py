@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from flatout.display import first_of
 from flatout.distributed.tensor import is_shared, local
 from flatout.errors import RunFailed
 from flatout.training.checkpoint.state import optimizer_tensors
@@ -75,7 +76,7 @@ def require_sound(run: Run, log: Log) -> None:
     largest, name = max(weights, default=(0.0, ""))
     every = gathered(run.mesh, (broken, totals, largest, name))
     if names := {name: None for broken, *_ in every for name in broken}:
-        what = f"Not finite at step {run.step}: {shown(list(names))}. Nothing was saved."
+        what = f"Not finite at step {run.step}: {first_of(list(names), 3)}. Nothing was saved."
         log.event(DIVERGENCE, reason=what)
         raise RunFailed(what, fix=AGAIN)
     places = {place for _, totals, *_ in every for place in totals}
@@ -121,8 +122,8 @@ def require_equal_copies(run: Run, looks: dict[str, Look], log: Log) -> None:
         return
     where = ", ".join(f"rank {rank} ({every[rank][1]})" for rank in ranks)
     what = (
-        f"Ranks have different copies of {shown(list(names))} at step {run.step}: see {where}. "
-        "Nothing was saved."
+        f"Ranks have different copies of {first_of(list(names), 3)} at step {run.step}: "
+        f"see {where}. Nothing was saved."
     )
     log.event(DIVERGENCE, reason=what)
     raise RunFailed(
@@ -194,9 +195,3 @@ def gathered(mesh: Mesh, value: Value) -> list[Value]:
     if mesh.world_size > 1:
         dist.all_gather_object(every, value)
     return every
-
-
-def shown(names: list[str]) -> str:
-    """Return some names."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + f" and {more} more" * (more > 0)

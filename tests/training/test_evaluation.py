@@ -113,7 +113,7 @@ def test_a_dataset_without_validation_text_does_not_count(
     assert found.loss == found.by_dataset[0].loss
     messages = []
     warn_of_unscored(members_of(open_data(run.config.data)), SimpleNamespace(say=messages.append))
-    assert messages == ["silent has no validation text and does not count towards the loss."]
+    assert messages == ["Without validation text, and not in the loss: silent."]
 
 
 def test_there_is_no_loss_without_validation_text(build_run, tiny_config, write_tiny, tmp_path):

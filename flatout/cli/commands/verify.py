@@ -15,7 +15,7 @@ from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.verify import verify_dataset
 from flatout.data.tokenizers import stored_digest
-from flatout.display import Display, amount, table_of
+from flatout.display import Display, amount, first_of, table_of
 from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
 from flatout.models.families.export_mark import CARD, read_mark
@@ -26,6 +26,9 @@ from flatout.storage.whole import problem_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS
+
+MOST_PROBLEMS = 20
+"""Problems that are shown. The result lists all."""
 
 
 class VerifyResult(Result):
@@ -67,7 +70,7 @@ class VerifyResult(Result):
         if self.kind == "dataset":
             read = f"{counted(self.blocks, 'block')} of {read}"
             fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
-        notes = [*self.problems]
+        notes = [first_of(self.problems, MOST_PROBLEMS, "\n")] if self.problems else []
         if self.newest_valid and self.kind == "run":
             notes.append(f"The run resumes from the newest valid one, {self.newest_valid}.")
         notes += [] if self.ok else [fix]
@@ -188,7 +191,7 @@ def _require_dataset(path: str) -> None:
     if (known := catalog.steps_in(given.parent)) and not given.exists():
         raise CheckpointError(
             f"There is no checkpoint {path}.",
-            fix=f"Steps that have one: {', '.join(map(str, known))}.",
+            fix=f"Steps that have one: {first_of(known[::-1])}.",
         )
 
 

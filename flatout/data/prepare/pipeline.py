@@ -24,7 +24,7 @@ from flatout.data.prepare.request.options import NAMED
 from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
 from flatout.data.prepare.workers.local import LocalWorkers, Workers
-from flatout.data.sources import FIRST_NAMED, ReadTask
+from flatout.data.sources import ReadTask
 from flatout.data.sources.listing import first_changed
 from flatout.data.sources.packed import CANNOT_BE_READ, NotHandedOut
 from flatout.data.store.manifest import (
@@ -33,6 +33,7 @@ from flatout.data.store.manifest import (
     SkippedRows,
     StoredLocation,
 )
+from flatout.display import first_of
 from flatout.errors import DataError
 from flatout.hardware.machine import cgroup_limits, usable_cores
 from flatout.progress import Task
@@ -317,10 +318,9 @@ class BadRowLimit:
                 self._damaged += rows.first
         if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
             share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
-            damaged = ", ".join(map(str, self._damaged[:FIRST_NAMED]))
             raise DataError(
                 f"{share:.1%} of the text is in damaged files, or damaged regions of files, and at "
-                f"most {UNREAD_SHARE:.0%} may be: {damaged}.",
+                f"most {UNREAD_SHARE:.0%} may be: {first_of(self._damaged)}.",
                 fix="Download these files again, remove them from the source, or decompress their "
                 "readable part and use that instead.",
             )

@@ -18,6 +18,7 @@ from flatout.data.sources.fields import Fields
 from flatout.data.sources.files import tasks_of
 from flatout.data.sources.listing import InputFile
 from flatout.data.sources.packed import import_package
+from flatout.display import first_of
 from flatout.errors import DataError
 
 MAIN, CONVERTED = "main", "refs/convert/parquet"
@@ -116,5 +117,5 @@ def _one_of(name: str, key: str, wanted: str | None, known: Iterable[str]) -> st
         f"The dataset {name} has no {key} {wanted!r}."
         if wanted
         else f"The dataset {name} has several configurations.",
-        fix=f"Add {key}={guess}, or a different one of: {', '.join(names)}.",
+        fix=f"Add {key}={guess}, or a different one of: {first_of(names, 20)}.",
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.config.registry import ARCHITECTURES
+from flatout.display import first_of
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.exported import MODEL_TYPE
 from flatout.models.families.files import SAFETENSORS, WEIGHTS, open_tensors, plain_name
@@ -119,9 +120,9 @@ def find_model(
 
 
 def _unknown(path: Path, shapes: Collection[str], problem: str = "") -> CheckpointError:
-    first = ", ".join(sorted(shapes)[:MOST_NAMED])
+    first = first_of(sorted(shapes), MOST_NAMED)
     return CheckpointError(
-        f"No config.json tells the architecture of {path}, and its tensors ({first}, ...) do not "
+        f"No config.json tells the architecture of {path}, and its tensors ({first}) do not "
         f"either{problem}.",
         fix="Put the model's config.json next to the weights, as model.safetensors or "
         "pytorch_model.bin. If it is a module of your own, adapt it (docs/extend.md), and set "
@@ -216,9 +217,7 @@ class ForeignWeights:
         if problems and family is None:
             raise _unknown(self.path, there, f", nor is it this run's model: {problems[0]}")
         if problems:
-            listed = "; ".join(problems[:MOST_NAMED])
-            if len(problems) > MOST_NAMED:
-                listed += f"; and {len(problems) - MOST_NAMED} more"
+            listed = first_of(problems, MOST_NAMED, "; ")
             own_head = self._maps[HEADS[0]].foreign[0] if HEADS[0] in self._maps else ""
             lacks_head = own_head in wanted and own_head not in there
             raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flatout.display import first_of
 from flatout.distributed.tensor import is_shared
 from flatout.errors import CheckpointError
 from flatout.optim.moments import how_to_resume, kept_by, stored_as
@@ -245,8 +246,8 @@ def restore_groups(run: Run, value: JsonObject) -> None:
             members = frozenset(names[p] for p in group["params"])
             if members not in stored:
                 raise CheckpointError(
-                    f"Optimizer {number} does not group {', '.join(sorted(members)[:3])}, ... as "
-                    "the checkpoint does.",
+                    f"Optimizer {number} does not group {first_of(sorted(members), 3)} as the "
+                    "checkpoint does.",
                     fix="Resume with the optimizer that wrote it.",
                 )
             for key, saved in stored[members].items():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
+from flatout.display import first_of
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.optim.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
@@ -147,7 +148,7 @@ def _require_empty(folder: Path) -> None:
     found = sorted(path.name for path in paths if path.name != LOCK and not _is_empty(path))
     if found:
         raise CheckpointError(
-            f"--resume never would overwrite {folder}, which contains {', '.join(found[:4])}.",
+            f"--resume never would overwrite {folder}, which contains {first_of(found)}.",
             fix="Choose a different directory with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )

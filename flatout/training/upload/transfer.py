@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flatout.config.sections import CheckpointConfig
 from flatout.data.store.manifest import parse_manifest, read_manifest
+from flatout.display import first_of
 from flatout.errors import (
     CheckpointError,
     DataError,
@@ -149,7 +150,7 @@ def _files_in(manifest: bytes, url: str, folder: Path) -> Sequence[FileEntry]:
 
 
 def _nothing_at(url: str, names: Collection[str]) -> DataError:
-    inside = f" It has {', '.join(sorted(names)[:5])}." if names else ""
+    inside = f" It has {first_of(sorted(names))}." if names else ""
     return DataError(
         f"There is no whole directory at {url}: it has no {MANIFEST}.{inside}",
         fix=f"Give the URL that `flatout push` printed{', of one of these' * bool(names)}.",
