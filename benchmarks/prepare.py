@@ -172,7 +172,6 @@ def loader_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dic
 
     def rate(steps: int, reader: Callable[[], SequenceReader]) -> float:
         loader = DirectLoader(SequenceSteps(Dataset.open(data).split("train"), plan, reader()))
-        loader.prime(steps + 1)
         next(loader)
         began = time.perf_counter()
         for _ in range(steps):

@@ -29,7 +29,6 @@ from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Split
 from flatout.errors import DataError
 from flatout.hardware.machine import Machine
-from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 
 MOST_LENGTHS = 4
@@ -128,9 +127,6 @@ class BucketedSteps:
         rows = self._step_rows(position)
         spans = zip(self._starts[rows].tolist(), self._sizes[rows].tolist(), strict=True)
         return [self._split.locate_tokens(start, start + size + 1) for start, size in spans]
-
-    def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
-        """Return at once: rows are read from the shards."""
 
     def _step(self, position: int) -> tuple[int, int]:
         """Return the bucket of the step at `position`, and the index of the step within it."""

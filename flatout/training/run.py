@@ -199,7 +199,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         sample = stop.interrupting(request.sample) if request.sample else None
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
         try:
-            run.loader.prime(run.last_step - run.step, progress=progress)
             warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
             stop.waits_for = "the micro-batch or save in progress"
             fit(session)

@@ -7,14 +7,13 @@ a rank's step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from flatout.data.store.integrity import Array
 from flatout.data.store.mix import SplitReader
 from flatout.errors import DataError
-from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 
 LOOKAHEAD = 8192
@@ -28,17 +27,6 @@ class SequenceReader(Protocol):
         """Write sequence indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, T + 1), dtype of the split.
-        """
-
-
-@runtime_checkable
-class PrimedReader(SequenceReader, Protocol):
-    """A reader that can prepare sequences before the steps that read them."""
-
-    def prime(self, split: SplitReader, indices: Array, seq_len: int) -> bool:
-        """Prepare to read the sequences `indices`, and return whether there is room for more.
-
-        Shapes:  indices (N,).
         """
 
 
@@ -146,9 +134,6 @@ class StepReader(Protocol):
     def data_at(self, position: int) -> list[JsonObject]:
         """Return where each row of the step at `position` is stored, for all ranks in order."""
 
-    def prime(self, position: int, steps: int, progress: Progress) -> None:
-        """Prepare the rows of the next `steps` steps, if the reader needs it."""
-
 
 class SequenceSteps:
     """Steps of one shape, read as consecutive sequences of the packed tokens.
@@ -203,22 +188,6 @@ class SequenceSteps:
         positions = np.arange(position, position + self.plan.sequences_per_step)
         indices = self._split.sequences_at(positions, self.plan.seq_len, seed=self.plan.seed)
         return [self._split.locate(index, self.plan.seq_len) for index in indices.tolist()]
-
-    def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
-        """Let the reader prepare as many sequences of the next `steps` steps as it can keep."""
-        if not isinstance(self._reader, PrimedReader):
-            return
-        plan = self.plan
-        with progress.task("Reading the text of the sequences", unit="sequences") as task:
-            for _ in range(steps):
-                indices = self._split.sequences_at(
-                    plan.positions(position), plan.seq_len, seed=plan.seed
-                )
-                more = self._reader.prime(self._split, indices, plan.seq_len)
-                task.advance(len(indices))
-                if not more:
-                    break
-                position += plan.sequences_per_step
 
     def _indices(self, position: int) -> Array:
         """Return the sequences of one step, computed for many steps at a time."""

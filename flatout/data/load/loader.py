@@ -26,7 +26,6 @@ from torch import Tensor
 from flatout.data.load.batches import SequenceReader, StepReader
 from flatout.data.store.integrity import Array
 from flatout.data.store.shards import Split
-from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 
 X = TypeVar("X")
@@ -219,13 +218,6 @@ class _Loader:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (rows, seq_len) that a micro-batch can have, without repeats."""
         return tuple(dict.fromkeys((rows, seq_len) for rows, seq_len in self._steps.shapes))
-
-    def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
-        """Let the reader prepare the rows of the next `steps` steps, as many as it can keep.
-
-        Call it before the first step, so that no step's time includes the preparation.
-        """
-        self._steps.prime(self.position, steps, progress)
 
     def close(self) -> None:
         """Release the data loader's resources; reading again reopens it."""
