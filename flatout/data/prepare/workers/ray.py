@@ -24,8 +24,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-import psutil
-
 from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
 from flatout.data.prepare.pack.work_items import WorkItem
@@ -36,8 +34,8 @@ from flatout.data.prepare.workers.local import (
     attempt,
     in_order,
 )
-from flatout.errors import DataError, FlatoutError, Interrupted, MissingPackage, RunFailed
-from flatout.progress import SILENT, Progress
+from flatout.errors import FlatoutError, MissingPackage, RunFailed
+from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import PART, Unfinished
 
 RETRIES = 3
@@ -45,11 +43,7 @@ RETRIES = 3
 QUEUED = 2
 """Ranges per CPU of the cluster: the one being packed, and the next."""
 WAIT_S = 1.0
-"""Seconds to wait for a range before checking whether the cluster still responds."""
-NODE_PATIENCE_S = 300.0
-"""Seconds to wait for a node with a CPU: one that is started on demand takes minutes."""
-HEAD_PATIENCE_S = 30.0
-"""Seconds to wait for the head node. After 60 seconds Ray ends this process without our message."""
+"""Seconds to wait for a range before counting the CPUs of the cluster again."""
 
 
 def ray_package() -> ModuleType:
@@ -79,8 +73,7 @@ class RayWorkers:
         self._running: dict[Any, WorkItem] = {}
         self._context = contextlib.ExitStack()
         self._cluster = (0, 0)
-        self._answered_at = self._had_cpus_at = time.monotonic()
-        self._checked_at = 0.0
+        self._counted_at = 0.0
 
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
@@ -88,22 +81,20 @@ class RayWorkers:
                 # Ray prints about dead processes. Our standard output may be read by a tool
                 context.enter_context(contextlib.redirect_stdout(sys.stderr))
                 context.callback(self._ray.shutdown)
-                before = _raylets()
-                with self._progress.task("Connecting to Ray"), _own_sigterm():
-                    try:
+                handler = signal.getsignal(signal.SIGTERM)
+                try:
+                    with self._progress.task("Connecting to Ray"):
                         self._ray.init(
                             include_dashboard=False, log_to_driver=False, logging_level="ERROR"
                         )
-                    except Exception as error:
-                        raise RunFailed(
-                            f"Cannot connect to Ray: {' '.join(str(error).split())}",
-                            fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
-                        ) from error
-                self._progress.say(
-                    "Using the running Ray cluster."
-                    if _raylets() == before
-                    else "Started a Ray cluster on this machine."
-                )
+                except Exception as error:
+                    raise RunFailed(
+                        f"Cannot connect to Ray: {' '.join(str(error).split())}",
+                        fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
+                    ) from error
+                finally:  # Ray replaces the handler for good
+                    if threading.current_thread() is threading.main_thread():
+                        signal.signal(signal.SIGTERM, handler)
                 self._context = context.pop_all()
         return self
 
@@ -134,32 +125,25 @@ class RayWorkers:
                 self._running[reference] = item
 
         try:
-            yield from in_order(items, submit, lambda: self._collect(packing, report))
+            yield from in_order(items, submit, lambda: self._collect(report))
         finally:
             self._stop()
             mark.unlink(missing_ok=True)
 
-    def _collect(self, packing: Packing, report: Report) -> list[Answer]:
+    def _collect(self, report: Report) -> list[Answer]:
         """Wait up to `WAIT_S` for ranges to finish, and return their results."""
         ready, _ = self._ray.wait(list(self._running), timeout=WAIT_S)
-        if not ready:
-            self._cpus()
         ended = []
         for reference in ready:
             item = self._running.pop(reference)
-            result = self._result(reference, item, packing)
+            result = self._result(reference, item)
             if isinstance(result, RangeRecord):
                 report(Tally(result.num_bytes, result.documents, result.tokens))
             ended.append((item.number, result))
         return ended
 
-    def _result(
-        self, reference: Any, item: WorkItem, packing: Packing
-    ) -> RangeRecord | FlatoutError:
-        """Return the record, or the error as this machine reports it.
-
-        A node's error is this machine's if packing fails here too, else it is the node's own.
-        """
+    def _result(self, reference: Any, item: WorkItem) -> RangeRecord | FlatoutError:
+        """Return the record, or the error, which names the node."""
         exceptions = self._ray.exceptions
         result: RangeRecord | FlatoutError | str
         try:
@@ -169,63 +153,32 @@ class RayWorkers:
                 f"Ray could not run prepare's task: {error}",
                 fix="Check that the nodes have the packages of this machine.",
             )
-        except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError) as error:
-            return RunFailed(
-                f"The process that packed range {item.number} died {RETRIES + 1} times: "
-                f"{_first_line(error)}",
-                fix=f"{RESUMES} The usual cause is too little memory: use fewer --workers.",
-            )
         except exceptions.RayError as error:
+            why = str(error).partition("\n")[0].rstrip(".")
             return RunFailed(
-                f"The Ray cluster gave up on range {item.number}: {_first_line(error)}", fix=RESUMES
+                f"The Ray cluster gave up on range {item.number}, which it tried "
+                f"{RETRIES + 1} times: {why}.",
+                fix=f"{RESUMES} The usual cause is too little memory: use fewer --workers.",
             )
         if isinstance(result, str):
             return RunFailed(
                 f"The node {node} {result}.",
                 fix=f"Install flatout {_version()} on every node, as on this machine.",
             )
-        if isinstance(result, RangeRecord) or type(result) in (Unfinished, WorkerFailed):
+        if isinstance(result, RangeRecord | Unfinished | WorkerFailed):
             return result
-        if type(result) is not DataError:
-            return type(result)(f"On the node {node}: {result.what}", fix=result.fix)
-        here = attempt(lambda: pack_range(item, packing)())
-        if isinstance(here, FlatoutError):
-            return here
-        return RunFailed(
-            f"The node {node} cannot do what this machine can: {result.what}",
-            fix="Name sources that every node can read.",
-        )
+        return type(result)(f"On the node {node}: {result.what}", fix=result.fix)
 
     def _cpus(self) -> int:
-        """Return the number of CPUs of the cluster. Report when it changes.
-
-        Raises: RunFailed when there has been none for a while, or the head node is gone.
-        """
-        now = time.monotonic()
-        if now - self._checked_at < WAIT_S:
+        """Return the number of CPUs of the cluster, counted every second. Report a change."""
+        if time.monotonic() - self._counted_at < WAIT_S:
             return self._cluster[1]
-        self._checked_at = now
-        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
-        try:  # a call to Ray would block if the head node is gone
-            socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S).close()
-        except OSError as error:
-            if now - self._answered_at > HEAD_PATIENCE_S:
-                raise RunFailed(
-                    "The head node of the Ray cluster is gone.", fix=f"Start a cluster. {RESUMES}"
-                ) from error
-            return self._cluster[1]
-        self._answered_at = now
+        self._counted_at = time.monotonic()
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         nodes, cpus = len(alive), int(sum(resources.get("CPU", 0) for resources in alive))
         if (nodes, cpus) != self._cluster:
             self._cluster = nodes, cpus
-            self._progress.say(
-                f"CPUs of the Ray cluster: {cpus}, on {nodes} node{'s' * (nodes != 1)}."
-            )
-        if cpus:
-            self._had_cpus_at = now
-        elif now - self._had_cpus_at > NODE_PATIENCE_S:
-            raise RunFailed("No node of the Ray cluster has a CPU.", fix=f"Start nodes. {RESUMES}")
+            self._progress.say(f"CPUs of the Ray cluster: {cpus}, on {counted(nodes, 'node')}.")
         return cpus
 
     def _stop(self) -> None:
@@ -235,30 +188,6 @@ class RayWorkers:
                 self._ray.cancel(reference, force=True)
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=10)
         self._running.clear()
-
-
-def _raylets() -> set[int]:
-    """Return the Ray nodes that this process started."""
-    return {child.pid for child in psutil.Process().children() if child.name() == "raylet"}
-
-
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Restore this process's SIGTERM handler, which Ray replaces permanently."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit as error:
-        raise Interrupted(
-            "Terminated.", fix="Run the same command again.", signal_number=signal.SIGTERM
-        ) from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".") + "."
 
 
 def _version() -> str:
