@@ -24,11 +24,11 @@ from flatout.assembly.parts import Parts
 from flatout.assembly.speedup import Speedup, Tolerance
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
-from flatout.data.store.integrity import Array
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Split
 from flatout.errors import DataError
 from flatout.hardware.machine import Machine
+from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
 
 MOST_LENGTHS = 4

@@ -56,9 +56,28 @@ def problem_of(path: Path, entry: FileEntry, *, deep: bool = True) -> str | None
     size = path.stat().st_size
     if size != entry.size_bytes:
         return f"{path} has {size} bytes. The manifest lists {entry.size_bytes}."
-    if deep and not _matches(path, entry):
-        return f"{path} is damaged: its content does not match the manifest."
+    try:
+        if deep and not _matches(path, entry):
+            return f"{path} is damaged: its content does not match the manifest."
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}."
     return None
+
+
+def damage_of(
+    folder: Path, entries: Sequence[FileEntry], *, progress: Progress = SILENT
+) -> list[str]:
+    """Return what is wrong with the files of a directory, of which several are read at once."""
+    found: dict[FileEntry, str | None] = {}
+
+    def check(entry: FileEntry, advance: Advance) -> None:
+        found[entry] = problem_of(folder / entry.name, entry)
+        advance(entry.size_bytes)
+
+    num_bytes = sum(entry.size_bytes for entry in entries)
+    jobs = [partial(check, entry) for entry in entries]
+    transfer_all(f"Reading {folder}", jobs, num_bytes, progress)
+    return [problem for entry in entries if (problem := found[entry])]
 
 
 def _matches(path: Path, entry: FileEntry) -> bool:

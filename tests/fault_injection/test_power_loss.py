@@ -11,9 +11,9 @@ import pytest
 from tracing import calls, traced
 from write_log import TRACE, Disk, everything, names_first, only_synced, torn, write
 
-from flatout.data.store.verify import verify_dataset
+from flatout.data.store.manifest import read_manifest
 from flatout.errors import FlatoutError
-from flatout.storage.whole import name_of
+from flatout.storage.whole import damage_of, name_of
 from flatout.training.checkpoint import catalog
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -175,7 +175,7 @@ def test_a_power_loss_during_prepare_leaves_a_whole_dataset_or_none(children, tm
         write(tree, folder)
         if (folder / "data" / "manifest.json").exists():
             try:
-                found = list(verify_dataset(folder / "data").problems)
+                found = damage_of(folder / "data", read_manifest(folder / "data").files)
             except FlatoutError as error:
                 found = [str(error)]
             problems += [f"{number}, {kind}: {problem}" for problem in found]

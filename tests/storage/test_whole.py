@@ -18,6 +18,7 @@ from flatout.storage.whole import (
     MANIFEST,
     Altered,
     Listing,
+    damage_of,
     entry_of,
     name_of,
     problem_of,
@@ -135,6 +136,29 @@ def test_a_file_is_compared_with_its_entry(tmp_path, has_blocks):
     assert problem_of(path, entry) == f"{path} has 12 bytes. The manifest lists 7."
     path.unlink()
     assert problem_of(path, entry) == f"{path} is missing."
+
+
+def test_all_damage_in_a_directory_is_listed_in_order(tmp_path, monkeypatch):
+    paths = [tmp_path / f"{number}.bin" for number in range(12)]
+    for path in paths:
+        path.write_bytes(b"content")
+    entries = list(map(entry_of, paths))
+    assert damage_of(tmp_path, entries) == []
+    paths[11].write_bytes(b"CONTENT")
+    paths[3].unlink()
+    opened = os.open
+
+    def closed(path, *how, **more):
+        if path == paths[7]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", closed)
+    assert damage_of(tmp_path, entries) == [
+        f"{paths[3]} is missing.",
+        f"{paths[7]} cannot be read: Permission denied.",
+        f"{paths[11]} is damaged: its content does not match the manifest.",
+    ]
 
 
 def test_an_entry_lists_one_kind_of_checksum(tmp_path):

@@ -12,17 +12,17 @@ from flatout.cli.commands.runs import CheckpointItem, checkpoint_items
 from flatout.config.registry import RECIPES, SUFFIXES
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.data.store.manifest import TOKENIZER
-from flatout.data.store.verify import verify_dataset
+from flatout.data.store.manifest import TOKENIZER, read_manifest
 from flatout.data.tokenizers import stored_digest
 from flatout.display import Display, amount, first_of, table_of
 from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
 from flatout.models.families.export_mark import CARD, read_mark
 from flatout.progress import SILENT, Progress, counted
+from flatout.storage.files import FileEntry, expanded
 from flatout.storage.json_io import Result
 from flatout.storage.recognised import require_local
-from flatout.storage.whole import problem_of
+from flatout.storage.whole import damage_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS
@@ -42,8 +42,6 @@ class VerifyResult(Result):
     """One sentence per problem, with the file and the offset where there is one."""
     files: int = 0
     """Files that the manifests list."""
-    blocks: int = 0
-    """Blocks of a dataset that were read, up to 4 MiB each."""
     bytes: int
     """Bytes that were read."""
     kind: Literal["dataset", "checkpoint", "run", "export", "resume"] = "dataset"
@@ -68,7 +66,6 @@ class VerifyResult(Result):
         read = f"{counted(self.files, 'file')} read, {amount(self.bytes, 'bytes')}."
         fix = "Fix: restore the damaged files from a copy, or delete the checkpoint or export."
         if self.kind == "dataset":
-            read = f"{counted(self.blocks, 'block')} of {read}"
             fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
         notes = [first_of(self.problems, MOST_PROBLEMS, "\n")] if self.problems else []
         if self.newest_valid and self.kind == "run":
@@ -104,10 +101,9 @@ def verify(
 ) -> VerifyResult:
     """Check a dataset, a checkpoint, an export or a run, or prove that a recipe resumes exactly.
 
-    For a dataset, it reads every block: file sizes, checksums, tokens and counts. For a checkpoint,
-    it reads every file, its digest, and the dtype and shape of each tensor; for an export, every
-    file and its digest. For a run, it checks
-    all checkpoints, and shows the newest valid one.
+    For a dataset or an export, it reads every file and compares its size and checksums with the
+    manifest. For a checkpoint, it also checks the dtype and shape of each tensor. For a run, it
+    checks all checkpoints, and shows the newest valid one.
 
     With --resume, it trains the recipe N + M steps, and again N steps, a stop and M steps, each in
     a fresh process and in a temporary directory, and compares every bit of the weights, the
@@ -149,24 +145,27 @@ def verify(
         return _verify_checkpoints(run, run or folder, progress)
     if mark := read_mark(folder):
         files = [file for file in mark.files if file.name != CARD]  # people edit that one
-        problems = [what for file in files if (what := problem_of(folder / file.name, file))]
-        return VerifyResult(
-            path=shown,
-            ok=not problems,
-            problems=problems,
-            files=len(files),
-            bytes=sum(file.size_bytes for file in files),
-            kind="export",
-        )
+        return _verify_files(shown, folder, files, "export", progress)
     _require_dataset(shown)
-    found = verify_dataset(folder, progress=progress)
+    folder = expanded(folder)
+    return _verify_files(shown, folder, read_manifest(folder).files, "dataset", progress)
+
+
+def _verify_files(
+    shown: str,
+    folder: Path,
+    files: Sequence[FileEntry],
+    kind: Literal["dataset", "export"],
+    progress: Progress,
+) -> VerifyResult:
+    problems = damage_of(folder, files, progress=progress)
     return VerifyResult(
         path=shown,
-        ok=not found.problems,
-        problems=list(found.problems),
-        files=found.files,
-        blocks=found.blocks,
-        bytes=found.num_bytes,
+        ok=not problems,
+        problems=problems,
+        files=len(files),
+        bytes=sum(file.size_bytes for file in files),
+        kind=kind,
     )
 
 

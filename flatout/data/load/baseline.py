@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatout.data.store.integrity import Array
 from flatout.data.store.mix import SplitReader
+from flatout.storage.files import Array
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer

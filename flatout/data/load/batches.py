@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from flatout.data.store.integrity import Array
 from flatout.data.store.mix import SplitReader
 from flatout.errors import DataError
+from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
 
 LOOKAHEAD = 8192

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from flatout.data.load.batches import SequenceReader, StepReader
-from flatout.data.store.integrity import Array
 from flatout.data.store.shards import Split
+from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
 
 X = TypeVar("X")

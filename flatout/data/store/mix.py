@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from flatout.data.store.integrity import Array
 from flatout.data.store.manifest import TOKENIZER, SplitName
 from flatout.data.store.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError, in_shell
+from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
 from flatout.storage.process_limits import allow_open_files
 

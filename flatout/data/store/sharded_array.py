@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from flatout.data.store.integrity import PREPARE_AGAIN, Array, ValueCheck, read_block
 from flatout.errors import DataError
-from flatout.storage.files import BLOCK_BYTES, FileEntry, unless_broken
+from flatout.storage.files import BLOCK_BYTES, Array, FileEntry, unless_broken
 
+RESTORE = "Restore it from a copy, or delete the directory and run `flatout prepare` again."
+"""The fix for a damaged file of a dataset."""
 CHECK_THREADS = 4
 """Threads that check blocks when several are first read at once, as in a run's first step."""
 JOINED_BYTES = 16 << 10
@@ -38,14 +41,12 @@ class Span(NamedTuple):
 class ShardedArray:
     """Spans of several files, memory-mapped and read as one long array."""
 
-    def __init__(self, folder: Path, spans: Sequence[Span], check: ValueCheck) -> None:
-        itemsize = check.dtype.itemsize
-        self._check = check
+    def __init__(self, folder: Path, spans: Sequence[Span], dtype: DTypeLike) -> None:
         spans = [span for span in spans if span.length]
         self._entries = [span.entry for span in spans]
         self._paths = [folder / entry.name for entry in self._entries]
-        self._stored = check.dtype.newbyteorder("<")
-        self._block_items = BLOCK_BYTES // itemsize
+        self._stored = np.dtype(dtype).newbyteorder("<")
+        self._block_items = BLOCK_BYTES // self._stored.itemsize
         self._start = np.array([span.start for span in spans], np.int64)
         counts = np.array([span.length for span in spans], np.int64)
         self._first = np.concatenate([[0], np.cumsum(counts)])
@@ -148,7 +149,7 @@ class ShardedArray:
         unchecked = touched[~self._checked[touched]].tolist()
         for block, problem in zip(unchecked, self._problems(unchecked), strict=True):
             if problem is not None:
-                raise DataError(problem, fix=PREPARE_AGAIN)
+                raise DataError(problem, fix=RESTORE)
             self._checked[block] = True
         self._all_checked = bool(self._checked.all())
 
@@ -168,8 +169,18 @@ class ShardedArray:
         """
         file = int(np.searchsorted(self._first_block, block, side="right")) - 1
         number = block - int(self._first_block[file] - self._start_block[file])
-        content, problem = read_block(self._paths[file], self._entries[file], number)
-        return problem or self._check.problem(content, self._paths[file], number * BLOCK_BYTES)
+        path, entry = self._paths[file], self._entries[file]
+        start = number * BLOCK_BYTES
+        size = min(entry.size_bytes - start, BLOCK_BYTES)
+        where = f"{path}, byte {start}: the {size}-byte block at this offset"
+        try:
+            with path.open("rb") as stored:
+                stored.seek(start)
+                content = stored.read(size)
+        except OSError as error:
+            return f"{where} cannot be read: {error.strerror or error}."
+        is_whole = zlib.crc32(content) == entry.block_crc32[number]
+        return None if is_whole else f"{where} fails its checksum."
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:

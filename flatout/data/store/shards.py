@@ -17,20 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.store.integrity import (
-    MASK_VALUES,
-    PREPARE_AGAIN,
-    Array,
-    file_problems,
-    read_ends,
-    token_check,
-)
 from flatout.data.store.manifest import TOKENIZER, Manifest, SplitName, read_manifest
 from flatout.data.store.order import shuffled
-from flatout.data.store.sharded_array import ShardedArray, Span
+from flatout.data.store.sharded_array import RESTORE, ShardedArray, Span
 from flatout.errors import DataError
-from flatout.storage.files import expanded
+from flatout.storage.files import Array, expanded
 from flatout.storage.json_io import JsonObject
+from flatout.storage.whole import problem_of
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
@@ -56,8 +49,11 @@ class Dataset:
         """
         folder = expanded(path)
         dataset = cls(folder, read_manifest(folder))
-        for problem in file_problems(folder, dataset.manifest):
-            raise DataError(problem.what, fix=problem.fix)
+        tokenizer = dataset.manifest.tokenizer.files
+        for entry in dataset.manifest.files:
+            problem = problem_of(folder / entry.name, entry, deep=entry in tokenizer)
+            if problem is not None:
+                raise DataError(problem, fix=RESTORE)
         return dataset
 
     @property
@@ -94,12 +90,18 @@ class Split:
         self.text_bytes = counts.text_bytes
         self.has_mask = manifest.is_masked
         self.dtype = np.dtype(manifest.dtype)
-        self._manifest = manifest
-        parts = [(one, one.start(name).tokens, one.splits[name].tokens) for one in manifest.shards]
-        tokens = [Span(shard.tokens, *part) for shard, *part in parts]
-        masks = [Span(shard.mask, *part) for shard, *part in parts if shard.mask is not None]
-        self._tokens = ShardedArray(folder, tokens, token_check(manifest))
-        self._masks = ShardedArray(folder, masks, MASK_VALUES)
+        parts = [(one, one.start(name), one.splits[name]) for one in manifest.shards]
+        tokens = [Span(one.tokens, before.tokens, part.tokens) for one, before, part in parts]
+        ends = [Span(one.ends, before.documents, part.documents) for one, before, part in parts]
+        masks = [
+            Span(shard.mask, *span[1:])
+            for shard, span in zip(manifest.shards, tokens, strict=True)
+            if shard.mask is not None
+        ]
+        self._tokens = ShardedArray(folder, tokens, self.dtype)
+        self._masks = ShardedArray(folder, masks, np.uint8)
+        self._ends = ShardedArray(folder, ends, np.int64)
+        self._counts = [(part.tokens, part.documents) for _, _, part in parts]
 
     def num_sequences(self, seq_len: int) -> int:
         """Return the number of whole sequences of seq_len + 1 tokens."""
@@ -215,10 +217,9 @@ class Split:
     @cached_property
     def document_ends(self) -> Array:
         """The position after each document's last token, ascending."""
-        ends, problems = read_ends(self.folder, self._manifest, self.name)
-        for problem in problems:
-            raise DataError(problem, fix=PREPARE_AGAIN)
-        return ends
+        tokens, documents = np.array(self._counts, np.int64).reshape(-1, 2).T
+        ends = _read_range(self._ends, 0, self.num_documents, np.dtype(np.int64))
+        return ends + np.repeat(np.cumsum(tokens) - tokens, documents)
 
 
 def _read_range(array: ShardedArray, start: int, stop: int, dtype: np.dtype[Any]) -> Array:

@@ -23,7 +23,7 @@ from flatout.storage.json_io import object_or_none, parsing, read_json, write_js
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import read_if_there
 from flatout.storage.remote.urls import is_url
-from flatout.storage.whole import MANIFEST, Listing, entry_of, name_of, problem_of, pull, push
+from flatout.storage.whole import MANIFEST, Listing, damage_of, entry_of, name_of, pull, push
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import CONFIG
 from flatout.training.upload.remote import RemoteCopy, require_elsewhere
@@ -56,11 +56,8 @@ def send(folder: Path, url: str, progress: Progress) -> tuple[str, int]:
         with progress.task(f"Sending {folder}"):
             return uploader.url, uploader.send_all(with_run_files=True)
     files = _files_here(folder)
-    with progress.task(f"Checking {folder}", total=len(files), unit="files") as task:
-        for entry in files:
-            if problem := problem_of(folder / entry.name, entry):
-                raise DataError(problem, fix="Restore that file from a copy.")
-            task.advance()
+    for problem in damage_of(folder, files, progress=progress):
+        raise DataError(problem, fix="Restore that file from a copy.")
     there = f"{url}/{name_of(folder.absolute().name, (folder / MANIFEST).read_bytes())}"
     return there, push(folder, there, [entry.name for entry in files], progress=progress)
 
@@ -94,7 +91,7 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
         here = folder / MANIFEST
         if not here.is_file() or here.read_bytes() != manifest:
             raise _in_use(folder)
-        if not any(problem_of(folder / entry.name, entry) for entry in files):
+        if not damage_of(folder, files, progress=progress):
             return
     pull(url, folder.absolute(), manifest, files, fix=AGAIN, progress=progress)
 

@@ -27,7 +27,7 @@ def folder(tmp_path):
 def test_an_intact_dataset_is_ok(folder, tmp_path):
     result = verify(folder)
     assert (result.ok, result.exit_code) == (True, 0)
-    assert result.summary().startswith(f"{folder} is intact. 2 blocks of 3 files read")
+    assert result.summary().startswith(f"{folder} is intact. 3 files read")
     with pytest.raises(DataError, match=r"s3://bucket/set is a URL.*flatout pull"):
         verify("s3://bucket/set")
     with pytest.raises(DataError, match="flatout prepare"):
@@ -42,9 +42,7 @@ def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder, caps
     shown = capsys.readouterr()
     found = json.loads(shown.out.splitlines()[-1])
     assert found["ok"] is False
-    size = shard.stat().st_size
-    problem = f"{shard}, byte 0: the {size}-byte block at this offset fails its checksum."
-    assert found["problems"] == [problem]
+    assert found["problems"] == [f"{shard} is damaged: its content does not match the manifest."]
     assert "is damaged: 1 problem" in shown.err
     assert "Fix:" in shown.err
 

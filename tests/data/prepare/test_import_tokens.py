@@ -12,11 +12,11 @@ import pytest
 import torch
 from texts import byte_level_json
 
+from flatout.cli.commands.verify import verify
 from flatout.data.prepare import import_tokens as importing
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.manifest import Manifest
 from flatout.data.store.shards import Dataset
-from flatout.data.store.verify import verify_dataset
 from flatout.data.token_files import Reading, find_tokens, guess_dtype, kind_of, read_tokens
 from flatout.data.tokenizers import load_tokenizer, make_tokenizer
 from flatout.errors import DataError
@@ -61,7 +61,7 @@ def imported(tmp_path):
         options = ImportOptions(**{"tokenizer": "byte", **options})
         made = import_tokens(path, tmp_path / out, options, progress=heard)
         dataset = Dataset.open(tmp_path / out)
-        assert verify_dataset(tmp_path / out).problems == ()
+        assert verify(tmp_path / out).ok
         splits = [dataset.split(name) for name in ("train", "val")]
         found = [
             values

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import flatout
+from flatout.cli.commands.verify import verify
 from flatout.data.prepare.import_tokens import BLOCK_TOKENS
-from flatout.data.store.verify import verify_dataset
 from flatout.data.tokenizers.make import of_characters
 from flatout.errors import DataError
 
@@ -39,7 +39,7 @@ def test_documents_end_at_end_of_text_and_with_each_array(tmp_path):
     assert split_of(made, "val") == ([8], [1])
     assert made.manifest.text_bytes == 8
     assert made.manifest.split_rule == "named"
-    assert verify_dataset(tmp_path / "out").problems == ()
+    assert verify(tmp_path / "out").ok
 
 
 def test_a_long_array_is_one_document(tmp_path):

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from prepared import prepared
 
+from flatout.cli.commands.verify import verify
 from flatout.data.store.shards import Dataset
-from flatout.data.store.verify import verify_dataset
 from flatout.errors import DataError
 
 
@@ -26,7 +26,7 @@ def test_a_home_directory_is_expanded(book, tmp_path, monkeypatch):
     assert made.path == tmp_path / "home" / "sets" / "one"
     assert made.manifest == Dataset.open("~/sets/one").manifest
     assert prepared(book, out="~/sets/one").existed
-    assert verify_dataset(Path("~/sets/one")).problems == ()
+    assert verify(Path("~/sets/one")).ok
     assert not (tmp_path / "~").exists()
     for call in (
         lambda: prepared(book, out="~nosuch/x"),

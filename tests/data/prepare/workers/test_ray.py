@@ -162,7 +162,7 @@ def test_progress_reports_what_was_done(ray, packing):
 
 def test_the_first_bad_row_in_range_order_is_raised_and_the_rest_cancelled(ray, packing):
     ray.ends = lambda references: references[-1]
-    with pytest.raises(DataError, match="On the node .*: late is bad"):
+    with pytest.raises(DataError, match=r"On the node .*: late is bad"):
         pack(work_items((numbered, 0), (bad, "late"), (bad, "early"), (numbered, 0)), packing)
     assert sorted(path.name for path in packing.folder.glob("ranges/*.json")) == [
         "000000.json",
