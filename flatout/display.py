@@ -95,8 +95,9 @@ def rate(tokens_per_s: float) -> str:
 
 def first_of(names: Sequence[object], most: int = 5, between: str = ", ") -> str:
     """Return the first of some names, and how many more there are: `a, b, and 35 more`."""
-    more = len(names) - most
-    return between.join([*map(str, names[:most]), *([f"and {more:,} more"] if more > 0 else [])])
+    if len(names) <= most + 1:
+        return between.join(map(str, names))
+    return between.join([*map(str, names[:most]), f"and {len(names) - most:,} more"])
 
 
 def quoted(text: str) -> str:

@@ -72,7 +72,7 @@ def test_other_units():
 
 
 def test_a_long_list_shows_its_first_names():
-    assert first_of(["a", "b"]) == "a, b"
+    assert first_of("abcdef") == "a, b, c, d, e, f"
     assert first_of(range(40)) == "0, 1, 2, 3, 4, and 35 more"
     assert first_of([f"{n} is wrong." for n in range(1003)], 2, "\n").splitlines() == [
         "0 is wrong.",

@@ -55,10 +55,10 @@ def problem_of(path: Path, entry: FileEntry, *, deep: bool = True) -> str | None
         return f"{path} is missing."
     size = path.stat().st_size
     if size != entry.size_bytes:
-        return f"{path} has {size} bytes. The manifest lists {entry.size_bytes}."
+        return f"{path} has {size} bytes, not {entry.size_bytes}."
     try:
         if deep and not _matches(path, entry):
-            return f"{path} is damaged: its content does not match the manifest."
+            return f"{path} is damaged: its content does not match its checksum."
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}."
     return None
@@ -245,21 +245,28 @@ def pull(
         )
 
     def fetch_one(entry: FileEntry, advance: Advance) -> None:
-        path = part / entry.name
-        if problem_of(path, entry) is None:
-            advance(entry.size_bytes)
-            return
-        path.unlink(missing_ok=True)
-        fetch(f"{url}/{entry.name}", path, advance, most_bytes=entry.size_bytes, fix=fix)
-        if problem := problem_of(path, entry):
-            path.unlink()
-            raise Altered(problem.replace(str(part), url), fix=fix)
+        fetch_checked(f"{url}/{entry.name}", part / entry.name, entry, advance, fix=fix)
 
     jobs = [partial(fetch_one, entry) for entry in files]
     transfer_all(f"Fetching {url}", jobs, sum(sizes.values()), progress)
     (part / MANIFEST).write_bytes(manifest)
     sync(part / MANIFEST)
     publish(part, target)
+
+
+def fetch_checked(url: str, target: Path, entry: FileEntry, advance: Advance, *, fix: str) -> None:
+    """Write a file at a URL to `target`, unless it is there, and check it against its entry.
+
+    Raises: Altered when it is not as listed; NothingThere; DataError; OSError.
+    """
+    if problem_of(target, entry) is None:
+        advance(entry.size_bytes)
+        return
+    target.unlink(missing_ok=True)
+    fetch(url, target, advance, most_bytes=entry.size_bytes, fix=fix)
+    if problem := problem_of(target, entry):
+        target.unlink()
+        raise Altered(problem.replace(str(target), url), fix=fix)
 
 
 def fetch(

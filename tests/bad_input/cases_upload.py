@@ -6,7 +6,8 @@ import errno
 import os
 
 from case import Case, World, table
-from fsspec.implementations.local import LocalFileSystem
+
+from flatout.storage.remote import folder
 
 
 def with_upload(world: World) -> None:
@@ -48,7 +49,7 @@ def full(world: World) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    world.patch.setattr(LocalFileSystem, "put_file", refuse)
+    world.patch.setattr(folder, "copy_whole", refuse)
 
 
 CASES = [
@@ -76,8 +77,8 @@ an upload URL in memory
     Case(
         "a file as the upload URL",
         "train my.yaml --run-dir runs/new",
-        ("Cannot read file://", "/backup/new: [Errno 20] Not a directory"),
-        ("a part of that path is a file",),
+        ("There is nothing at file://", "/backup/new ([Errno 20] Not a directory"),
+        ("Check the URL",),
         in_a_file,
     ),
     Case(
@@ -91,7 +92,7 @@ an upload URL in memory
     Case(
         "an upload to a full disk",
         "train my.yaml --run-dir runs/new",
-        ("/backup/new", "its disk is full"),
+        ("/backup/new", "No space left"),
         ("Free space there",),
         full,
         may_change=("runs/new",),

@@ -130,10 +130,10 @@ def test_a_file_is_compared_with_its_entry(tmp_path, has_blocks):
     path.write_bytes(b"CONTENT")
     assert problem_of(path, entry, deep=False) is None
     assert problem_of(path, entry) == (
-        f"{path} is damaged: its content does not match the manifest."
+        f"{path} is damaged: its content does not match its checksum."
     )
     path.write_bytes(b"more content")
-    assert problem_of(path, entry) == f"{path} has 12 bytes. The manifest lists 7."
+    assert problem_of(path, entry) == f"{path} has 12 bytes, not 7."
     path.unlink()
     assert problem_of(path, entry) == f"{path} is missing."
 
@@ -157,7 +157,7 @@ def test_all_damage_in_a_directory_is_listed_in_order(tmp_path, monkeypatch):
     assert damage_of(tmp_path, entries) == [
         f"{paths[3]} is missing.",
         f"{paths[7]} cannot be read: Permission denied.",
-        f"{paths[11]} is damaged: its content does not match the manifest.",
+        f"{paths[11]} is damaged: its content does not match its checksum.",
     ]
 
 
@@ -245,7 +245,7 @@ def test_a_file_that_is_not_as_listed_is_named_and_what_is_whole_stays(
     send(directory)
     target, part = tmp_path / "copy", tmp_path / "copy.pull"
     for content, message, error in (
-        (b"TEXT OF b", "is damaged: its content does not match the manifest", Altered),
+        (b"TEXT OF b", "is damaged: its content does not match its checksum", Altered),
         (b"text", "has 4 bytes", Altered),
         (b"text of bb", "is damaged: it has more than the 9 bytes", Altered),
         (None, "There is nothing at", NothingThere),

@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_rejected(tiny_config, source, tmp_path):
     copy = shutil.copytree(catalog.checkpoint_path(source, 2), tmp_path / "step-2")
     weights = next(copy.glob("model-*"))
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"bytes\. The manifest lists"):
+    with pytest.raises(CheckpointError, match=r"bytes, not"):
         run_training(tiny_config(train__init_from=str(copy)), tmp_path / "run")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from time import sleep
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
-from flatout.storage.files import is_full
+from flatout.storage.files import Unfinished, not_written
 from flatout.storage.remote.urls import is_local, is_web, protocol_of
 
 if TYPE_CHECKING:
@@ -46,15 +45,6 @@ _INTERPRETING = {"reference"}
 """
 _BUGS = (ArithmeticError, AssertionError, AttributeError, NameError, TypeError)
 """Errors in the code, not in the network: a retry would hide them."""
-_REFUSED = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOENT,
-    errno.EEXIST,
-    errno.ENAMETOOLONG,
-}
-"""Errors of a local file system that a retry does not change."""
 _CHECK_NETWORK = "Check the network and the server, then run the same command again."
 _PRESENT_PARTICIPLE = {"read": "Reading", "write": "Writing"}
 
@@ -112,7 +102,7 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
         )
     try:
         filesystem, path = fsspec.core.url_to_fs(
-            f"{protocol}://{url.partition('://')[2]}", **_connection_options(url, access)
+            f"{protocol}://{url.partition('://')[2]}", **_connection_options(url)
         )
     except ImportError as error:
         package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
@@ -136,9 +126,7 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
     return filesystem, str(path)
 
 
-def _connection_options(url: str, access: Access) -> dict[str, object]:
-    if is_local(url) and access == "write":
-        return {"auto_mkdir": True}
+def _connection_options(url: str) -> dict[str, object]:
     if not is_web(url):
         return {}
     import aiohttp
@@ -204,15 +192,10 @@ def _permanent_error(url: str, error: BaseException, access: Access) -> DataErro
     )
     message = _message_of(error)
     doing = _PRESENT_PARTICIPLE[access]
-    if is_local(url) and isinstance(error, NotADirectoryError):
-        fix = "Name a directory: a part of that path is a file."
-        return DataError(f"Cannot {access} {url}: {message}.", fix=fix)
-    if is_local(url) and access == "write" and isinstance(error, OSError) and is_full(error):
-        fix = "Free space there, or name a different directory."
-        return Unreachable(f"Cannot write {url}: its disk is full ({message}).", fix=fix)
-    if is_local(url) and access == "write" and getattr(error, "errno", None) in _REFUSED:
-        fix = "Make it writable for this user, or name a different directory."
-        return DataError(f"Cannot write {url}: {message}.", fix=fix)
+    if is_local(url) and access == "write" and isinstance(error, OSError):
+        failed = not_written(url, error)
+        kind = Unreachable if isinstance(failed, Unfinished) else DataError
+        return kind(failed.what, fix=failed.fix)
     if (
         isinstance(error, PermissionError)
         or status in (401, 403)
@@ -222,7 +205,7 @@ def _permanent_error(url: str, error: BaseException, access: Access) -> DataErro
         if access == "write":
             fix += " The account must be allowed to write."
         return DataError(f"{doing} {url} is not allowed: {message or 'forbidden'}.", fix=fix)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
+    if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
         reason = f" ({message})" if message and message not in url else ""
         fix = "Check the URL, and whether you may write there."
         return NothingThere(

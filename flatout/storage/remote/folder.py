@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from flatout.errors import DataError
-from flatout.storage.files import PART, sync
+from flatout.storage.files import PART, copy_whole
 from flatout.storage.remote.connection import byte_counter, open_filesystem, with_retries
 from flatout.storage.remote.reading import Description, open_remote
 from flatout.storage.remote.urls import is_local, protocol_of
@@ -88,19 +88,15 @@ class RemoteFolder:
                 return
         counter = byte_counter(advance)
         target = f"{self._path}/{name}"
-        beside = f"{target}{PART}" if is_local(self.url) else target  # a store replaces it at once
 
         def put() -> None:
             counter.absolute_update(0)
-            try:
-                self._filesystem.put_file(str(path), beside, callback=counter, **self._options)
-                if beside != target:
-                    sync(Path(beside))
-                    Path(beside).replace(target)
-            finally:
-                if beside != target:
-                    with contextlib.suppress(OSError):
-                        Path(beside).unlink(missing_ok=True)
+            if is_local(self.url):  # a store replaces a file at once
+                Path(self._path).mkdir(parents=True, exist_ok=True)
+                copy_whole(path, Path(target))
+                counter.absolute_update(path.stat().st_size)
+            else:
+                self._filesystem.put_file(str(path), target, callback=counter, **self._options)
 
         with_retries(self.url, put, where=f"/{name}", access="write")
         arrived = with_retries(f"{self.url}/{name}", lambda: self._filesystem.info(target))

@@ -42,7 +42,7 @@ def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder, caps
     shown = capsys.readouterr()
     found = json.loads(shown.out.splitlines()[-1])
     assert found["ok"] is False
-    assert found["problems"] == [f"{shard} is damaged: its content does not match the manifest."]
+    assert found["problems"] == [f"{shard} is damaged: its content does not match its checksum."]
     assert "is damaged: 1 problem" in shown.err
     assert "Fix:" in shown.err
 

@@ -43,7 +43,7 @@ def test_verify_names_every_damaged_file(tmp_path):
     (path / "state.json").unlink()
     problems = catalog.verify(path)
     assert len(problems) == 2
-    assert "does not match the manifest" in problems[0]
+    assert "does not match its checksum" in problems[0]
     assert "missing" in problems[1]
 
 

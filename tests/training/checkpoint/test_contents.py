@@ -212,7 +212,7 @@ def test_a_missing_base_is_rejected(pair, tmp_path):
 def test_a_damaged_base_is_rejected(pair):
     adapters, base = pair
     (Path(base.path) / "model-00000.safetensors").write_bytes(b"WEIGHTS")
-    with pytest.raises(CheckpointError, match="does not match the manifest"):
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
         find_base(adapters, base)
 
 

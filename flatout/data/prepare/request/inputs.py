@@ -32,12 +32,13 @@ from flatout.data.sources.files import holds_rows
 from flatout.data.sources.listing import InputFile, matches, shared_file
 from flatout.errors import ConfigError, DataError, in_shell
 from flatout.progress import SILENT, Progress
-from flatout.storage.cache import default_cache
-from flatout.storage.files import expanded
-from flatout.storage.remote.download import check_file, download
+from flatout.storage.cache import ELSEWHERE, default_cache
+from flatout.storage.files import FileEntry, expanded, not_written
 from flatout.storage.remote.urls import is_url
+from flatout.storage.whole import fetch_checked, problem_of
 
 STANDARD_INPUT = "-"
+FROM_FILE = "pass the file with --from FILE"
 
 Parameters = Mapping[str, Any]
 
@@ -90,13 +91,18 @@ def load_card(name: str) -> Card:
     Raises: ConfigError when there is no card of this name; DataError when its file is invalid.
     """
     try:
-        return Card.model_validate(DATASETS.get(name))
+        card = Card.model_validate(DATASETS.get(name))
     except ValidationError as error:
         first = error.errors()[0]
         raise DataError(
             f"{DATASETS.path(name)}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}.",
             fix="Correct the card.",
         ) from error
+    if card.url is not None and None in (card.sha256, card.num_bytes):
+        raise DataError(
+            f"{DATASETS.path(name)} has a url without sha256 or num_bytes.", fix="State all three."
+        )
+    return card
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,7 @@ def _card_tasks(
             f"{name} is the dataset card of that name. Write ./{name} to use the local file "
             "or directory."
         )
-    if card.url is None or card.sha256 is None:
+    if card.url is None:
         if from_file is not None:
             raise DataError(
                 f"{name} is not the download of a single file, so --from cannot replace it.",
@@ -270,19 +276,36 @@ def _card_tasks(
         if card.file is not None:
             path = str(DATASETS.path(name).with_name(card.file))
         return source_tasks(card.source, {"path": path}, fields)
+    entry = FileEntry(name="file", size_bytes=card.num_bytes, sha256=card.sha256)
     if from_file is not None:
         file = expanded(from_file)
-        check_file(file, card.sha256)
+        if problem := problem_of(file, entry):
+            fix = "Pass the original file, or prepare this one by its path, without --from."
+            raise DataError(problem, fix=fix)
     else:
-        file = download(
-            card.url,
-            cache.expanduser() / name / card.url.rpartition("/")[2],
-            sha256=card.sha256,
-            num_bytes=card.num_bytes,
-            progress=progress,
-        )
+        file = cache.expanduser() / name / card.url.rpartition("/")[2]
+        _download(card.url, file, entry, progress)
     tasks = source_tasks(card.source, {"path": str(file)}, fields)
     return _with_fingerprint(tasks, f"{name} {card.sha256}")
+
+
+def _download(url: str, file: Path, entry: FileEntry, progress: Progress) -> None:
+    """Download a card's file, unless it is in the cache.
+
+    Raises: DataError when the server does not answer or returns a different file, or the cache
+            cannot be written; MissingPackage.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        total = entry.size_bytes / 1e6
+        with progress.task(f"Downloading {url}", total=total, unit="MB") as task:
+            fix = "The file at this URL has changed."
+            fetch_checked(url, file, entry, lambda moved: task.advance(moved / 1e6), fix=fix)
+    except OSError as error:
+        what = not_written(file, error).what
+        raise DataError(what, fix=f"Make it writable, {ELSEWHERE}, or {FROM_FILE}.") from error
+    except DataError as error:
+        raise DataError(error.what, fix=f"{error.fix} Or {FROM_FILE}.") from error
 
 
 def _text_tasks(

@@ -111,8 +111,22 @@ def test_from_replaces_a_cards_download(cards, tmp_path):
 
 def test_from_rejects_a_different_file(cards, tmp_path):
     (tmp_path / "mine.txt").write_text(TEXT + "x")
-    with pytest.raises(DataError, match="SHA-256"):
+    with pytest.raises(DataError, match=r"mine\.txt has \d+ bytes, not .*without --from"):
         open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
+
+
+def test_a_card_that_cannot_be_downloaded_names_from(cards, tmp_path):
+    cards["play"]["url"] = "http://127.0.0.1:9/input.txt"
+    (tmp_path / "file").write_text("x")
+    for cache, words in (
+        (tmp_path / "cache", r"Cannot read http://127\.0\.0\.1:9.*Or pass the file with --from"),
+        (tmp_path / "file", r"Cannot write .*variable FLATOUT_CACHE, or pass the file with --from"),
+    ):
+        with pytest.raises(DataError, match=words):
+            open_corpus(["play"], cache=cache)
+    del cards["play"]["num_bytes"]
+    with pytest.raises(DataError, match="has a url without sha256 or num_bytes"):
+        load_card("play")
 
 
 def test_a_cached_file_gives_the_same_dataset(cards, tmp_path):
