@@ -93,13 +93,6 @@ def rate(tokens_per_s: float) -> str:
     return f"{amount(tokens_per_s)} tokens/s"
 
 
-def first_of(names: Sequence[object], most: int = 5, between: str = ", ") -> str:
-    """Return the first of some names, and how many more there are: `a, b, and 35 more`."""
-    if len(names) <= most + 1:
-        return between.join(map(str, names))
-    return between.join([*map(str, names[:most]), f"and {len(names) - most:,} more"])
-
-
 def quoted(text: str) -> str:
     """Return text that a model wrote as a block, with a bar on its left."""
     return "\n".join(f"  | {line}".rstrip() for line in text.strip("\n").splitlines())

@@ -14,7 +14,6 @@ from flatout.display import (
     digits,
     displayed,
     duration,
-    first_of,
     gib,
     html,
     loss,
@@ -69,16 +68,6 @@ def test_other_units():
     assert [digits(number) for number in (0.123456, 12_345.6)] == ["0.1235", "12,346"]
     assert [gib(size) for size in (0.004, 33.5)] == ["4.1 MiB", "33.50 GiB"]
     assert [loss(3.14159), rate(61_234)] == ["3.1416", "61.2 K tokens/s"]
-
-
-def test_a_long_list_shows_its_first_names():
-    assert first_of("abcdef") == "a, b, c, d, e, f"
-    assert first_of(range(40)) == "0, 1, 2, 3, 4, and 35 more"
-    assert first_of([f"{n} is wrong." for n in range(1003)], 2, "\n").splitlines() == [
-        "0 is wrong.",
-        "1 is wrong.",
-        "and 1,001 more",
-    ]
 
 
 class Trial(Stored):

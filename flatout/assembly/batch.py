@@ -6,9 +6,9 @@ from typing import Any
 
 from flatout.assembly.parts import divisors
 from flatout.config.schema import RunConfig
-from flatout.display import first_of
 from flatout.distributed.layout import Layout
 from flatout.errors import ConfigError
+from flatout.storage.streams import shortened
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimizer step if the configuration sets none of the three batch keys."""
@@ -80,7 +80,7 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
         raise ConfigError(
             f"A step of {sequences} sequences cannot be divided among {world_size} processes "
             f"with {stated}.",
-            fix=f"Start {first_of(sizes, 8)} processes." if sizes else "Remove these keys.",
+            fix=f"Start {shortened(sizes, 8)} processes." if sizes else "Remove these keys.",
         )
     share = sequences // (world_size // parallel.per_row)
     rows = next(divisors(share, int(config.batch.rows_per_device)))

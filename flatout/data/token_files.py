@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.display import first_of
 from flatout.errors import DataError, in_shell
 from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
@@ -27,6 +26,7 @@ from flatout.storage.recognised import (
     read_regular,
     recognise,
 )
+from flatout.storage.streams import shortened
 
 FIELDS = ("input_ids", "tokens", "token_ids", "ids")
 """Usual names of the field that contains the tokens."""
@@ -179,7 +179,7 @@ def _chunks(folder: Path) -> tuple[Path, ...]:
     missing = sorted({*range(min(numbers[0], 1), numbers[-1])} - {*numbers}) if numbers else []
     if missing:
         raise DataError(
-            f"{folder} has no chunk {first_of(missing)}.",
+            f"{folder} has no chunk {shortened(missing)}.",
             fix="Copy the missing files there, or renumber the files.",
         )
     return tuple(entry for _, entry in numbered)
@@ -359,7 +359,7 @@ def _field(names: Sequence[str], reading: Reading, path: Path) -> str:
         wanted = f"no key {reading.field!r}" if reading.field else f"{len(names)} keys of tensors"
         raise DataError(
             f"{path} has {wanted}, so it is not clear which tensor contains the tokens.",
-            fix=f"Name it with --field: {first_of([*map(repr, names)])}." if names else COPY,
+            fix=f"Name it with --field: {shortened([*map(repr, names)])}." if names else COPY,
         )
     return str(usual[0])
 

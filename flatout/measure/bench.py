@@ -26,7 +26,7 @@ from flatout.assembly.parts import divisors
 from flatout.assembly.resolve import flops_per_token
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
-from flatout.display import first_of, markdown
+from flatout.display import markdown
 from flatout.measure.attach.request import Timing
 from flatout.measure.moves import (
     AHEAD,
@@ -48,6 +48,7 @@ from flatout.measure.trial import Result, require_one_process, try_recipe
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import sync, write_text, writing
 from flatout.storage.json_io import Json, append_line, write_json
+from flatout.storage.streams import shortened
 from flatout.training.run_dir.resume import run_name
 
 JSON, TABLE, TRIALS = "bench.json", "table.md", "trials.jsonl"
@@ -248,7 +249,7 @@ def notes(race: Race, found: Bench) -> list[str]:
     lines += [f"{r.name}: losses {r.words()}." for r in rows if r.within_tolerance is False]
     if late := [row.name for row in rows if row.status == "not-measured"]:
         lines.append(
-            f"{race.stopped_by.capitalize()} before {first_of(late)} had a turn."
+            f"{race.stopped_by.capitalize()} before {shortened(late)} had a turn."
             f"{' Add --minutes.' * found.complete}"
         )
     torch, threads = (found.environment.get(name) for name in ("torch", "threads"))

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict
 
 from flatout.config.schema import RunConfig
-from flatout.display import Show, first_of
+from flatout.display import Show
 from flatout.hardware.machine import Machine
 from flatout.storage.files import Stored
+from flatout.storage.streams import shortened
 
 Number = float | None
 Count = int | None
@@ -388,7 +389,7 @@ class Evidence(Stored):
         A model of which less than half is trained is usually adapted to something new.
         """
         names = self.never_updated if (self.wasted_gradients or 0.0) < 0.5 else ()
-        return first_of(names, 3)
+        return shortened(names, 3)
 
     @property
     def lacks_shared(self) -> bool:

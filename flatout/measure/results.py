@@ -7,13 +7,14 @@ from typing import Any
 
 from pydantic import Field
 
-from flatout.display import Column, Display, Table, duration, first_of, table_of
+from flatout.display import Column, Display, Table, duration, table_of
 from flatout.hardware.machine import probe
 from flatout.measure.output import commit_of_package
 from flatout.measure.race import Figure, LossCheck, Race, Row
 from flatout.measure.scripts.patch import ByHand
 from flatout.progress import counted
 from flatout.storage.json_io import Result
+from flatout.storage.streams import shortened
 
 FORMAT_VERSION = 5
 PARTS = ("batch", "checkpointing", "speedups", "prefetch")
@@ -150,7 +151,7 @@ def changes_table(rows: Sequence[Row]) -> list[Table]:
 def late_ones(left: Sequence[Row]) -> list[str]:
     """Return the note on what there was no time for."""
     late = [row.name for row in left if "time was up" in str(row.reason)]
-    return [f"There was not enough time for {first_of(late)}. Add --minutes."] if late else []
+    return [f"There was not enough time for {shortened(late)}. Add --minutes."] if late else []
 
 
 class Tuning(Measurement):

@@ -17,13 +17,14 @@ from typing import Any
 from flatout.config.schema import RunConfig, flat
 from flatout.config.sections import CheckpointConfig, LogConfig
 from flatout.config.trust import forget
-from flatout.display import Display, first_of
+from flatout.display import Display
 from flatout.errors import ConfigError, Stopped
 from flatout.hardware.machine import pick_device, probe
 from flatout.measure.attach.request import Request
 from flatout.measure.trial import require_one_process, run_recipe
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
+from flatout.storage.streams import shortened
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import read_state
 from flatout.training.run_dir import layout
@@ -195,7 +196,7 @@ def compare_runs(whole: Path, parts: Path) -> dict[str, Any]:
         "values": len(one),
         "bytes": sum(file.size_bytes for each in manifests for file in each.files),
         "first_step": lines[0][0] if lines else None,
-        "differences": first_of(
+        "differences": shortened(
             [f"Step {step}, {text}." for step, text in lines], MOST_SHOWN, "\n"
         ).splitlines(),
     }

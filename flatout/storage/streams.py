@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 DEFAULT_COLUMNS = 80
@@ -26,6 +26,13 @@ class _LossyStream(io.FileIO):
 def printable(text: str) -> str:
     """Return text without the control characters that move the cursor or change the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def shortened(names: Sequence[object], most: int = 5, between: str = ", ") -> str:
+    """Return the first of some names, and how many more there are: `a, b, and 35 more`."""
+    if len(names) <= most + 1:
+        return between.join(map(str, names))
+    return between.join([*map(str, names[:most]), f"and {len(names) - most:,} more"])
 
 
 def can_show(text: str, encoding: str) -> bool:

@@ -17,11 +17,11 @@ from flatout.config.schema import RunConfig
 from flatout.data.load.batches import SequenceReader
 from flatout.data.load.loader import evaluation_batches
 from flatout.data.store.mix import Member, members_of
-from flatout.display import first_of
 from flatout.distributed.mesh import Mesh
 from flatout.ops import float64_device
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
+from flatout.storage.streams import shortened
 from flatout.training.step import Dropped
 
 if TYPE_CHECKING:
@@ -279,4 +279,4 @@ def warn_of_unscored(members: Sequence[Member], progress: Progress) -> None:
     scored = with_validation(members)
     others = [member.name for member in members if member not in scored]
     if others and len(members) > 1:
-        progress.say(f"Without validation text, and not in the loss: {first_of(others)}.")
+        progress.say(f"Without validation text, and not in the loss: {shortened(others)}.")

@@ -12,7 +12,6 @@ from flatout.config.schema import RunConfig, override
 from flatout.config.trust import references_in
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
-from flatout.display import first_of
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.export_mark import require_as_exported
 from flatout.models.families.hub import PREFIX
@@ -24,6 +23,7 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.files import writing_run
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise, require_local
+from flatout.storage.streams import shortened
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, read_index
@@ -197,7 +197,7 @@ def _require_fit(
         fix = READ_CODE
     raise ConfigError(
         f"The weights of {checkpoint} belong to a different model: "
-        f"{first_of(differences, 3, '; ')}.",
+        f"{shortened(differences, 3, '; ')}.",
         fix=fix,
     )
 

@@ -20,7 +20,6 @@ from flatout.config.registry import RECIPES
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
-from flatout.display import first_of
 from flatout.distributed.launch import num_processes
 from flatout.distributed.mesh import make_mesh
 from flatout.distributed.rendezvous import (
@@ -36,6 +35,7 @@ from flatout.hardware.machine import CpuTimes, Machine, pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import writing_run
 from flatout.storage.json_io import JsonObject
+from flatout.storage.streams import shortened
 from flatout.training.agreement import require_shared
 from flatout.training.checkpoint.catalog import (
     DISK_BYTES_PER_PARAMETER,
@@ -173,7 +173,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             store_plan(run, plan, progress)
             suggest_bench(run, plan, request)
             if mesh.world_size > 1 and is_elastic():
-                sizes = first_of(sizes_of(run.config), 8)
+                sizes = shortened(sizes_of(run.config), 8)
                 progress.say(f"torchrun may continue this run with {sizes} processes.")
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
@@ -411,7 +411,7 @@ def log_start(
             f"{member.name}: {share:.1%} of the sequences, read {passes:.3g} times in this run."
         )
     if lines:
-        log.progress.say(first_of(lines, 5, "\n"))
+        log.progress.say(shortened(lines, 5, "\n"))
     warn_of_unscored(members_of(run.dataset), log.progress)
     warn_of_empty_steps(run, log.progress)
     known, rows, name = run.dataset.vocab_size, run.core.config.vocab_size, run.config.name

@@ -18,7 +18,6 @@ from flatout.assembly.resolve import resolve, steps_stated, with_evaluations
 from flatout.config.schema import RunConfig, flat
 from flatout.config.trust import remember
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.display import first_of
 from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.hardware.machine import CpuTimes, Machine
@@ -26,6 +25,7 @@ from flatout.models.lora import require_weights
 from flatout.progress import Progress
 from flatout.storage.files import PART, writing_run
 from flatout.storage.json_io import JsonObject
+from flatout.storage.streams import shortened
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
@@ -333,6 +333,6 @@ def require_run_directory(folder: Path) -> None:
     others = [name for name in found if name not in started]
     if others and layout.CONFIG not in found:
         raise CheckpointError(
-            f"{folder} is not a run directory. It contains {first_of(others)}.",
+            f"{folder} is not a run directory. It contains {shortened(others)}.",
             fix="Choose a new directory with --run-dir DIR.",
         )

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatout.display import first_of
 from flatout.distributed.tensor import is_shared, local
 from flatout.errors import RunFailed
+from flatout.storage.streams import shortened
 from flatout.training.checkpoint.state import optimizer_tensors
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.runlog import DIVERGENCE
@@ -76,7 +76,7 @@ def require_sound(run: Run, log: Log) -> None:
     largest, name = max(weights, default=(0.0, ""))
     every = gathered(run.mesh, (broken, totals, largest, name))
     if names := {name: None for broken, *_ in every for name in broken}:
-        what = f"Not finite at step {run.step}: {first_of(list(names), 3)}. Nothing was saved."
+        what = f"Not finite at step {run.step}: {shortened(list(names), 3)}. Nothing was saved."
         log.event(DIVERGENCE, reason=what)
         raise RunFailed(what, fix=AGAIN)
     places = {place for _, totals, *_ in every for place in totals}
@@ -122,7 +122,7 @@ def require_equal_copies(run: Run, looks: dict[str, Look], log: Log) -> None:
         return
     where = ", ".join(f"rank {rank} ({every[rank][1]})" for rank in ranks)
     what = (
-        f"Ranks have different copies of {first_of(list(names), 3)} at step {run.step}: "
+        f"Ranks have different copies of {shortened(list(names), 3)} at step {run.step}: "
         f"see {where}. Nothing was saved."
     )
     log.event(DIVERGENCE, reason=what)

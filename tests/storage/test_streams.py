@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flatout.storage.streams import shortened
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +131,13 @@ def test_a_crash_below_python_shows_its_location():
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr
     assert "cli/main.py" in done.stderr
+
+
+def test_a_long_list_shows_its_first_names():
+    assert shortened("abcdef") == "a, b, c, d, e, f"
+    assert shortened(range(40)) == "0, 1, 2, 3, 4, and 35 more"
+    assert shortened([f"{n} is wrong." for n in range(1003)], 2, "\n").splitlines() == [
+        "0 is wrong.",
+        "1 is wrong.",
+        "and 1,001 more",
+    ]

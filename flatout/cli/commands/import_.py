@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command, EndOfText, Pattern
+from flatout.cli.commands.prepare import Out, PrepareResult, result_of
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.prepare.import_tokens import Documents, ImportOptions, import_tokens
-from flatout.display import Display
-from flatout.progress import SILENT, Progress, counted
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import expanded
-from flatout.storage.json_io import Result
 from flatout.storage.recognised import require_local
 
 TokenFiles = Annotated[
@@ -19,10 +18,6 @@ TokenFiles = Annotated[
     Argument(
         "Token files, or their directory: train.bin and val.bin, .npy, llm.c, or chunk_NNNNNN.pt."
     ),
-]
-Out = Annotated[
-    Path | str,
-    Option("Directory to write. It must be absent, empty, or contain this same dataset."),
 ]
 TokenizerName = Annotated[
     str | Path | None,
@@ -56,30 +51,6 @@ FieldName = Annotated[
 ]
 
 
-class ImportResult(Result):
-    """The dataset that `import` wrote."""
-
-    path: str
-    """The dataset directory."""
-    chunks: int
-    """Files that were read."""
-    documents: int
-    """Documents of both splits."""
-    tokens: int
-    """Tokens of both splits."""
-    seconds: float
-    """Wall time of this call."""
-    tokens_per_s: float
-    """Tokens divided by that time, 0 when the dataset already existed."""
-
-    def display(self) -> Display:
-        """Return the path, the time and the counts."""
-        verb = f"written in {self.seconds:.1f} s" if self.tokens_per_s else "already exists"
-        counts = f"{self.tokens:,} of {counted(self.documents, 'document')}"
-        values = [("tokens", f"{counts}, from {counted(self.chunks, 'file')}")]
-        return Display(f"{self.path}  {verb}", values)
-
-
 @checked
 def import_chunks(
     tokens: TokenFiles,
@@ -94,7 +65,7 @@ def import_chunks(
     field: FieldName = None,
     *,
     progress: Progress = SILENT,
-) -> ImportResult:
+) -> PrepareResult:
     """Import tokens that another tool wrote.
 
     Files and subdirectories with train or val in their names keep that split. What a metadata.json
@@ -114,15 +85,7 @@ def import_chunks(
         dtype=dtype,
         field=field,
     )
-    made = import_tokens(expanded(tokens), out, options, progress=progress)
-    return ImportResult(
-        path=str(out),
-        chunks=made.manifest.source["chunks"],
-        documents=made.manifest.documents,
-        tokens=made.manifest.tokens,
-        seconds=round(made.seconds, 3),
-        tokens_per_s=made.tokens_per_s,
-    )
+    return result_of(import_tokens(expanded(tokens), out, options, progress=progress))
 
 
 COMMAND = Command(

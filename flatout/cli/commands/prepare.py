@@ -29,6 +29,7 @@ from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import JsonObject, Result
 from flatout.storage.recognised import require_local
+from flatout.storage.streams import shortened
 
 Paths = list[str] | list[Path] | str | Path
 """One or several, as strings or paths. The command line passes a list of strings."""
@@ -206,7 +207,7 @@ def prepare(
     file, names = from_file and str(from_file), _names(sources)
     shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
     if join:
-        return _result(join_parts(names, Path(out), options, **shared))
+        return result_of(join_parts(names, Path(out), options, **shared))
     shared["workers"] = workers
     if part is not None:
         share = WorkPart.parse(part)
@@ -216,27 +217,33 @@ def prepare(
         shown = Display(f"{made.path}  {head}: {len(made.records):,} ranges; {left}")
         return _counted(made.path, made.records, made.seconds, made.seconds, shown)
     shared["engine"] = engine_named(engine)
-    return _result(prepare_dataset(names, Path(out), options, **shared))
+    return result_of(prepare_dataset(names, Path(out), options, **shared))
 
 
 def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
     return tuple(str(name) for name in ([given] if isinstance(given, str | Path) else given))
 
 
-def _result(made: Prepared) -> PrepareResult:
+def result_of(made: Prepared) -> PrepareResult:
+    """Return the result of writing a dataset, or of finding it."""
     manifest = made.manifest
-    # Of masked text, a manifest has the size of what counts alone.
-    is_masked = manifest.is_masked
-    size = "" if is_masked else f", {amount(manifest.text_bytes, 'bytes')} of text"
+    # Of masked text, a manifest has the size of what counts alone, and of imported ids none
+    has_size = manifest.text_bytes and not manifest.is_masked
+    size = f", {amount(manifest.text_bytes, 'bytes')} of text" if has_size else ""
     splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
     values = [
         ("tokens", f"{manifest.tokens:,} of {counted(manifest.documents, 'document')}{size}"),
         ("tokenizer", f"{manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}"),
         ("split", f"{manifest.split_rule}: {splits}"),
     ]
-    for entry in manifest.skipped:
-        first = f" (first: {entry.first[0]})" if entry.first else ""
-        values.append(("omitted", f"{entry.count:,} x {entry.reason}{first}"))
+    if "chunks" in manifest.source:
+        values.append(("from", counted(manifest.source["chunks"], "file")))
+    omitted = [
+        f"{entry.count:,} x {entry.reason}" + f" (first: {entry.first[0]})" * bool(entry.first)
+        for entry in sorted(manifest.skipped, key=lambda entry: -entry.count)
+    ]
+    if omitted:
+        values.append(("omitted", shortened(omitted, between="\n")))
     done = "already exists" if made.existed else f"written in {made.seconds:.1f} s"
     rated_s = math.inf if made.existed else made.seconds
     shown = Display(f"{made.path}  {done}", values)

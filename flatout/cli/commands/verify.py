@@ -14,7 +14,7 @@ from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import TOKENIZER, read_manifest
 from flatout.data.tokenizers import stored_digest
-from flatout.display import Display, amount, first_of, table_of
+from flatout.display import Display, amount, table_of
 from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
 from flatout.models.families.export_mark import CARD, read_mark
@@ -22,6 +22,7 @@ from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import FileEntry, expanded
 from flatout.storage.json_io import Result
 from flatout.storage.recognised import require_local
+from flatout.storage.streams import shortened
 from flatout.storage.whole import damage_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
@@ -67,7 +68,7 @@ class VerifyResult(Result):
         fix = "Fix: restore the damaged files from a copy, or delete the checkpoint or export."
         if self.kind == "dataset":
             fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
-        notes = [first_of(self.problems, MOST_PROBLEMS, "\n")] if self.problems else []
+        notes = [shortened(self.problems, MOST_PROBLEMS, "\n")] if self.problems else []
         if self.newest_valid and self.kind == "run":
             notes.append(f"The run resumes from the newest valid one, {self.newest_valid}.")
         notes += [] if self.ok else [fix]
@@ -190,7 +191,7 @@ def _require_dataset(path: str) -> None:
     if (known := catalog.steps_in(given.parent)) and not given.exists():
         raise CheckpointError(
             f"There is no checkpoint {path}.",
-            fix=f"Steps that have one: {first_of(known[::-1])}.",
+            fix=f"Steps that have one: {shortened(known[::-1])}.",
         )
 
 

@@ -33,12 +33,12 @@ from flatout.data.store.manifest import (
     SkippedRows,
     StoredLocation,
 )
-from flatout.display import first_of
 from flatout.errors import DataError
 from flatout.hardware.machine import cgroup_limits, usable_cores
 from flatout.progress import Task
 from flatout.storage.files import Unfinished, expanded
 from flatout.storage.remote.connection import Unreachable
+from flatout.storage.streams import shortened
 
 BYTES_PER_WORKER = 8_000_000
 """Minimum text per worker: for less, one more process costs more than it saves."""
@@ -320,7 +320,7 @@ class BadRowLimit:
             share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
             raise DataError(
                 f"{share:.1%} of the text is in damaged files, or damaged regions of files, and at "
-                f"most {UNREAD_SHARE:.0%} may be: {first_of(self._damaged)}.",
+                f"most {UNREAD_SHARE:.0%} may be: {shortened(self._damaged)}.",
                 fix="Download these files again, remove them from the source, or decompress their "
                 "readable part and use that instead.",
             )

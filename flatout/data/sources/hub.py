@@ -18,8 +18,8 @@ from flatout.data.sources.fields import Fields
 from flatout.data.sources.files import tasks_of
 from flatout.data.sources.listing import InputFile
 from flatout.data.sources.packed import import_package
-from flatout.display import first_of
 from flatout.errors import DataError
+from flatout.storage.streams import shortened
 
 MAIN, CONVERTED = "main", "refs/convert/parquet"
 """The branch that a dataset is named by, and the one in which the hub converts it."""
@@ -117,5 +117,5 @@ def _one_of(name: str, key: str, wanted: str | None, known: Iterable[str]) -> st
         f"The dataset {name} has no {key} {wanted!r}."
         if wanted
         else f"The dataset {name} has several configurations.",
-        fix=f"Add {key}={guess}, or a different one of: {first_of(names, 20)}.",
+        fix=f"Add {key}={guess}, or a different one of: {shortened(names, 20)}.",
     )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flatout.config.registry import ARCHITECTURES
-from flatout.display import first_of
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.exported import MODEL_TYPE
 from flatout.models.families.files import SAFETENSORS, WEIGHTS, open_tensors, plain_name
@@ -21,6 +20,7 @@ from flatout.models.language_model import LanguageModel
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject, read_json
 from flatout.storage.recognised import ADAPTER, LITGPT, TORCH_FILE, kind_of, recognise
+from flatout.storage.streams import shortened
 
 CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""
@@ -120,7 +120,7 @@ def find_model(
 
 
 def _unknown(path: Path, shapes: Collection[str], problem: str = "") -> CheckpointError:
-    first = first_of(sorted(shapes), MOST_NAMED)
+    first = shortened(sorted(shapes), MOST_NAMED)
     return CheckpointError(
         f"No config.json tells the architecture of {path}, and its tensors ({first}) do not "
         f"either{problem}.",
@@ -217,7 +217,7 @@ class ForeignWeights:
         if problems and family is None:
             raise _unknown(self.path, there, f", nor is it this run's model: {problems[0]}")
         if problems:
-            listed = first_of(problems, MOST_NAMED, "; ")
+            listed = shortened(problems, MOST_NAMED, "; ")
             own_head = self._maps[HEADS[0]].foreign[0] if HEADS[0] in self._maps else ""
             lacks_head = own_head in wanted and own_head not in there
             raise CheckpointError(

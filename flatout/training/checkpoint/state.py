@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatout.display import first_of
 from flatout.distributed.tensor import is_shared
 from flatout.errors import CheckpointError
 from flatout.optim.moments import how_to_resume, kept_by, stored_as
 from flatout.storage.json_io import JsonObject
+from flatout.storage.streams import shortened
 from flatout.training.checkpoint.catalog import Entry
 from flatout.training.checkpoint.tensors import dtype_of, empty
 from flatout.training.checkpoint.weights import parameter_names, weights_of
@@ -246,7 +246,7 @@ def restore_groups(run: Run, value: JsonObject) -> None:
             members = frozenset(names[p] for p in group["params"])
             if members not in stored:
                 raise CheckpointError(
-                    f"Optimizer {number} does not group {first_of(sorted(members), 3)} as the "
+                    f"Optimizer {number} does not group {shortened(sorted(members), 3)} as the "
                     "checkpoint does.",
                     fix="Resume with the optimizer that wrote it.",
                 )

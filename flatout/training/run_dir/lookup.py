@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from flatout.config.registry import nearest
-from flatout.display import first_of
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise, require_local
+from flatout.storage.streams import shortened
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.runlog import RunLog
@@ -56,7 +56,7 @@ def find_run(run: str | Path) -> Path:
     known = run_names()
     guess = nearest(Path(run).name, known)
     hint = f"Did you mean {in_shell(RUNS / guess)}? " if guess else ""
-    newest = f"The newest: {first_of(known)}" if known else "`flatout demo` makes one"
+    newest = f"The newest: {shortened(known)}" if known else "`flatout demo` makes one"
     raise CheckpointError(
         f"There is no run directory {run}{'' if '/' in str(run) else f' or {RUNS / run}'}.",
         fix=f"{hint}`flatout runs` lists those under {RUNS}/. {newest}.",

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
-from flatout.display import first_of
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.optim.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import JsonObject, parsing
 from flatout.storage.recognised import kind_of, recognise
+from flatout.storage.streams import shortened
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import CONFIG, EVENTS, LOCK, read_requested
 from flatout.training.run_dir.resume import LENGTH_KEYS, config_to_resume
@@ -148,7 +148,7 @@ def _require_empty(folder: Path) -> None:
     found = sorted(path.name for path in paths if path.name != LOCK and not _is_empty(path))
     if found:
         raise CheckpointError(
-            f"--resume never would overwrite {folder}, which contains {first_of(found)}.",
+            f"--resume never would overwrite {folder}, which contains {shortened(found)}.",
             fix="Choose a different directory with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from flatout.config.sections import CheckpointConfig
 from flatout.data.store.manifest import parse_manifest, read_manifest
-from flatout.display import first_of
 from flatout.errors import (
     CheckpointError,
     DataError,
@@ -23,6 +22,7 @@ from flatout.storage.json_io import object_or_none, parsing, read_json, write_js
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import read_if_there
 from flatout.storage.remote.urls import is_url
+from flatout.storage.streams import shortened
 from flatout.storage.whole import MANIFEST, Listing, damage_of, entry_of, name_of, pull, push
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import CONFIG
@@ -147,7 +147,7 @@ def _files_in(manifest: bytes, url: str, folder: Path) -> Sequence[FileEntry]:
 
 
 def _nothing_at(url: str, names: Collection[str]) -> DataError:
-    inside = f" It has {first_of(sorted(names))}." if names else ""
+    inside = f" It has {shortened(sorted(names))}." if names else ""
     return DataError(
         f"There is no whole directory at {url}: it has no {MANIFEST}.{inside}",
         fix=f"Give the URL that `flatout push` printed{', of one of these' * bool(names)}.",

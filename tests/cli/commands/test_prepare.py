@@ -57,7 +57,7 @@ def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(
     texts = str(folder)
     result = prepare(texts, tmp_path / "out", tokenizer="byte")
     assert (result.skipped, result.skipped_by_reason) == (3, {".html file": 2, ".py file": 1})
-    left_out = f"omitted    2 x .html file (first: {texts}/a.html)\nomitted    1 x .py file"
+    left_out = f"omitted    2 x .html file (first: {texts}/a.html)\n           1 x .py file"
     assert left_out in result.summary()
     skipped = Dataset.open(tmp_path / "out").manifest.skipped
     assert [(one.reason, one.count) for one in skipped] == [(".html file", 2), (".py file", 1)]

@@ -38,7 +38,6 @@ from flatout.data.store.manifest import (
     token_dtype,
 )
 from flatout.data.tokenizers import Tokenizer, stored_files
-from flatout.display import first_of
 from flatout.errors import DataError
 from flatout.storage.files import (
     PART,
@@ -51,6 +50,7 @@ from flatout.storage.files import (
     writing,
 )
 from flatout.storage.json_io import JsonObject
+from flatout.storage.streams import shortened
 from flatout.storage.whole import entry_of
 
 PLAN = "plan.json"
@@ -278,7 +278,7 @@ class WorkDir:
         if count is None:
             return ""
         parts = sorted({number % count + 1 for number in missing})
-        return f": part {first_of([f'{part}/{count}' for part in parts])}"
+        return f": part {shortened([f'{part}/{count}' for part in parts])}"
 
     def require_files(self, records: Iterable[RangeRecord]) -> None:
         """Check that the files of ranges have their sizes, and remove the records of others.
