@@ -137,7 +137,7 @@ def compare_commands(
             copy.reset()
             if side.revision is not None:
                 check_out(copy, side.revision)
-            folder = copy.path / here.resolve().relative_to(copy.source)
+            folder = copy.of(here)
             timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS,
                             seed_offset=seed, limit_s=limit_s / 2)  # fmt: skip
             return try_command(side.command, timing, limit_s, folder=folder, copy=copy)

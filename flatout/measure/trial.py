@@ -329,6 +329,7 @@ def try_command(
         is_captured=True,
         limit_s=limit_s,
         grace_s=0.0,
+        environment=copy.environment() if copy else None,
     )
     found = result_of(ran)
     if copy and found.reason:

@@ -84,7 +84,9 @@ def apply(names: Sequence[str], models: Models) -> dict[str, str]:
         edit, fail = edit_of(name), partial(failed.__setitem__, name)
         owners = [(getattr(torch.optim, kind), "__init__") for kind in edit.only]
         how = ignoring if edit.remove else partial(setting, edit, fail)
-        if edit.lines:
+        if name == "bf16":
+            models.receivers.append(run_in_bf16)
+        elif edit.lines:
             models.receivers.append(partial(run_lines, edit, fail))
         elif name == "threads":
             torch.set_num_threads(probe().cores)
@@ -99,13 +101,34 @@ def apply(names: Sequence[str], models: Models) -> dict[str, str]:
 def run_lines(edit: Edit, failed: Failed, model: nn.Module) -> None:
     """Run the lines of an edit for a model."""
     text = "\n".join(edit.lines).replace("{model}", "model").replace("{torch}", "torch")
-    text = text.replace("{device}", next(model.parameters()).device.type)
     try:
         exec(compile(text, __file__, "exec"), {"model": model, "torch": torch})  # flatout's code
     except Exception as error:
         number = traceback.extract_tb(error.__traceback__)[1].lineno or 1
         where = f"in `{edit.lines[number - 1].strip()}`"
         failed(f"{type(error).__name__}: {str(error) or where}")
+
+
+def run_in_bf16(model: nn.Module) -> None:
+    """Run the forward pass of a model in bf16 autocast, with results in fp32.
+
+    The class's method is replaced, since a model may be copied and pickled.
+    """
+    plain, device = type(model).forward, next(model.parameters()).device.type
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not model:
+            return plain(self, *args, **kwargs)
+        with torch.autocast(device, torch.bfloat16):
+            return in_fp32(plain(self, *args, **kwargs))
+
+    def in_fp32(out: Any) -> Any:
+        if torch.is_tensor(out) and out.dtype == torch.bfloat16:
+            return out.float()
+        return type(out)(map(in_fp32, out)) if type(out) in (tuple, list) else out
+
+    type(model).forward = forward
 
 
 def replace(

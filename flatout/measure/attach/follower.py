@@ -73,6 +73,8 @@ MIN_LOOKS = 12
 """Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
+SITED_STEPS = 3
+"""First steps in which the places of forward and backward passes are noted."""
 PLACES = {"optimizer": "optimizer", "loader": "rows", "anomaly": "anomaly", "threads": "threads"}
 """Kinds of calls in the script's files, and what their lines are evidence of."""
 
@@ -319,6 +321,8 @@ class Follower:
             is_training = self._is_training(module, args, kwargs)
             if is_training and module is self.model and torch.is_grad_enabled():
                 self._look_at_inputs(args, kwargs)
+                if self._sites is not None and self.steps < SITED_STEPS:
+                    self._sites.note_forward(sys._getframe(1))
             if self.stages is not None:
                 self._set_evaluating(not is_training)
                 if is_training:
@@ -400,6 +404,8 @@ class Follower:
             return None
         if self._timer.current == "backward":
             return None
+        if self._sites is not None and self.steps < SITED_STEPS:
+            self._sites.note_backward(sys._getframe(1))
         self._note_loss(roots)
         if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
             self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0

@@ -91,8 +91,8 @@ class Site(Stored):
     """A place in a file at which the script makes a call that a patch may edit."""
 
     kind: str
-    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad, or caller: of a
-    function that constructs an optimizer."""
+    """optimizer, loader, gc-collect, empty-cache, anomaly or threads; caller: of a function that
+    constructs an optimizer; loss: from the call of the model to the call that goes backward."""
     name: str
     """Class or function that is called."""
     file: str
@@ -100,11 +100,11 @@ class Site(Stored):
     line: int = 0
     """First line of the call."""
     end_line: int = 0
-    """Its last line."""
+    """Its last line. Of a loss: the first one of the call that goes backward."""
     column: int = 0
     """Where it starts in the first line, in bytes of UTF-8."""
     end_column: int = 0
-    """Where it ends in the last one. 0 if not known."""
+    """Where it ends in the last one, or for a loss where that call starts. 0 if not known."""
     is_direct: bool = True
     """Whether this line makes the call itself. Otherwise a library does that it calls."""
     parameters: tuple[str, ...] = ()

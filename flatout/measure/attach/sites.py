@@ -29,6 +29,8 @@ name of the model."""
 WRAPPERS = ("flatout.", "torch._dynamo")
 """Modules whose functions may stand between a call and the recorded function."""
 
+Position = tuple[int, int, int, int]
+
 CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
     "optimizer": ((Optimizer, "__init__"),),
     "loader": ((DataLoader, "__init__"),),
@@ -56,6 +58,8 @@ class Sites:
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, int, int], _Calls] = {}
+        self._forward: dict[int, Position] = {}
+        """Where each frame of user code is in the first forward pass since the last backward."""
 
     def install(self) -> None:
         """Record from now on, until the process ends. The calls behave as before."""
@@ -74,6 +78,29 @@ class Sites:
             names = calls.site.names | ({"model": name} if name else {})
             sites.append(calls.site.model_copy(update={"names": names}))
         return tuple(sites)
+
+    def note_forward(self, frame: FrameType | None) -> None:
+        """Note where user code calls the model."""
+        while frame is not None and not self._forward.get(id(frame)):
+            if is_user_code(frame.f_code.co_filename):
+                self._forward[id(frame)] = _position(frame)
+            frame = frame.f_back
+
+    def note_backward(self, frame: FrameType | None) -> None:
+        """Record the place from the model's call to this one, in the function that makes both."""
+        while frame is not None and id(frame) not in self._forward:
+            frame = frame.f_back
+        noted, self._forward = self._forward, {}
+        if frame is None:
+            return
+        code, key = frame.f_code, ("loss", id(frame.f_code), frame.f_lasti)
+        (line, _, column, _), (end_line, _, end_column, _) = noted[id(frame)], _position(frame)
+        if key not in self._calls:
+            file = os.path.abspath(code.co_filename)
+            site = Site(kind="loss", name="the loss", file=file, line=line, column=column,
+                        end_line=end_line, end_column=end_column)  # fmt: skip
+            self._calls[key] = _Calls(site, code)
+            _look_around(frame, self._calls[key])
 
     def _watch(self, owner: Any, name: str, kind: str) -> None:
         """Replace a function by one that records its calls, if they do what an edit takes away."""
@@ -110,13 +137,12 @@ class Sites:
             most -= 1
             key = (kind, id(code), here.f_lasti)
             if key not in self._calls:
-                place = next(islice(code.co_positions(), here.f_lasti // 2, None), (None,) * 4)
-                line, end_line, column, end_column = (number or 0 for number in place)
+                line, end_line, column, end_column = _position(here)
                 site = Site(
                     kind=kind,
                     name=type(receiver).__name__ if name == "__init__" else name,
                     file=os.path.abspath(code.co_filename),
-                    line=line or here.f_lineno,
+                    line=line,
                     end_line=end_line,
                     column=column,
                     end_column=end_column,
@@ -127,6 +153,14 @@ class Sites:
             if kind in ("optimizer", "caller"):
                 _look_around(here, self._calls[key])
             kind, is_direct = "caller", False
+
+
+def _position(frame: FrameType) -> Position:
+    """Return where a frame is: line, end line, column and end column. 0 means not known."""
+    positions = frame.f_code.co_positions()
+    place = next(islice(positions, frame.f_lasti // 2, None), (None,) * 4)
+    line, end_line, column, end_column = (number or 0 for number in place)
+    return line or frame.f_lineno, end_line, column, end_column
 
 
 def _is_inside(frame: FrameType, receiver: Any) -> bool:

@@ -19,6 +19,8 @@ LEAST_WAIT = 0.02
 MOST_WORKERS = 8
 """Most workers of a DataLoader that are tried."""
 WORKERS = {"num_workers": "{workers}", "persistent_workers": "True"}
+HF = "TrainingArguments SFTConfig DPOConfig GRPOConfig"
+"""Classes that hold what transformers' Trainer, and those of TRL, are told."""
 HEAP = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
@@ -66,12 +68,17 @@ def num_workers() -> int:
 
 def edit_of(name: str, device: str = "{device}") -> Edit:
     """Return the edit of a change for this machine, and for a model on this type of device."""
-    edit = CHANGES[name].edit
-    keywords = {
-        key: text.replace("{workers}", str(num_workers())) for key, text in edit.keywords.items()
-    }
-    lines = tuple(line.replace("{device}", device) for line in edit.lines)
-    return replace(edit, keywords=keywords, lines=lines)
+    edit, workers = CHANGES[name].edit, str(num_workers())
+
+    def filled(keywords: Mapping[str, str]) -> dict[str, str]:
+        return {key: text.replace("{workers}", workers) for key, text in keywords.items()}
+
+    return replace(
+        edit,
+        keywords=filled(edit.keywords),
+        library={known: filled(keywords) for known, keywords in edit.library.items()},
+        around=edit.around.replace("{device}", device),
+    )
 
 
 def no_wait(evidence: Evidence) -> dict[str, object]:
@@ -93,7 +100,11 @@ def calls(kind: str) -> Callable[[Evidence], Mapping[str, object]]:
 CHANGES = {
     "data-workers": Change(
         "worker processes read the data, and stay between epochs",
-        Edit(at="loader", keywords=WORKERS),
+        Edit(
+            at="loader",
+            keywords=WORKERS,
+            library={HF: {f"dataloader_{name}": text for name, text in WORKERS.items()}},
+        ),
         lambda e: {
             "There is no DataLoader over a map-style dataset.": e.workers is None
             or e.dataset == "iterable",
@@ -105,7 +116,11 @@ CHANGES = {
     ),
     "pinned-memory": Change(
         "batches are in pinned memory, from which a GPU copies faster",
-        Edit(at="loader", keywords={"pin_memory": "True"}),
+        Edit(
+            at="loader",
+            keywords={"pin_memory": "True"},
+            library={HF: {"dataloader_pin_memory": "True"}},
+        ),
         lambda e: {**no_gpu(e), "Batches are pinned already.": e.pinned},
     ),
     "no-anomaly": Change(
@@ -140,7 +155,10 @@ CHANGES = {
     ),
     "tf32": Change(
         "fp32 matmuls use TF32",
-        Edit(lines=('{torch}.set_float32_matmul_precision("high")',)),
+        Edit(
+            lines=('{torch}.set_float32_matmul_precision("high")',),
+            library={HF: {"tf32": "True"}},
+        ),
         lambda e: {
             **no_gpu(e),
             "They use TF32 already.": e.tf32,
@@ -151,22 +169,13 @@ CHANGES = {
     "bf16": Change(
         "the forward pass runs in bf16 autocast",
         Edit(
-            lines=(
-                "import functools as _functools",
-                "@_functools.wraps(type({model}).forward)",
-                "def forward_in_bf16(self, *args, _plain=type({model}).forward, "
-                "_model={model}, **kwargs):",
-                "    if self is not _model:",
-                "        return _plain(self, *args, **kwargs)",
-                '    with {torch}.autocast("{device}", {torch}.bfloat16):',
-                "        out = _plain(self, *args, **kwargs)",
-                "    def in_fp32(x):",
-                "        if {torch}.is_tensor(x) and x.dtype == {torch}.bfloat16:",
-                "            return x.float()",
-                "        return type(x)(map(in_fp32, x)) if type(x) in (tuple, list) else x",
-                "    return in_fp32(out)",
-                "type({model}).forward = forward_in_bf16",
-            ),
+            at="loss",
+            around='{torch}.autocast("{device}", dtype={torch}.bfloat16)',
+            library={
+                HF: {"bf16": "True"},
+                "Accelerator": {"mixed_precision": '"bf16"'},
+                "Fabric": {"precision": '"bf16-mixed"'},
+            },
         ),
         lambda e: {
             "The forward pass is not in fp32.": e.autocast or e.dtype != "float32",
@@ -194,7 +203,12 @@ CHANGES = {
     ),
     "fused-optimizer": Change(
         "the optimizer updates all weights in one kernel",
-        Edit(at="optimizer", keywords={"fused": "True"}, only=FUSED),
+        Edit(
+            at="optimizer",
+            keywords={"fused": "True"},
+            only=FUSED,
+            library={HF: {"optim": '"adamw_torch_fused"'}},
+        ),
         lambda e: {
             "It does already, or has no such kernel.": e.optimizer not in FUSED
             or e.optimizer_way == "fused"
@@ -203,7 +217,7 @@ CHANGES = {
     ),
     "compile": Change(
         "the model is compiled",
-        Edit(lines=("{model}.compile()",)),
+        Edit(lines=("{model}.compile()",), library={HF: {"torch_compile": "True"}}),
         lambda e: {"The model is compiled already.": e.compiled},
         FP32,
     ),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import difflib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from pydantic import Field
 from flatout.measure.attach.request import Site
 from flatout.storage.files import Stored
 
+DECIDED = "the script decides it there"
+"""Why an argument that is an expression is left alone. Said where no other call can be edited."""
 Made = dict[tuple[int, int, str], bytes]
 """New text by the bytes that it replaces, and by what it is if it replaces none."""
 
@@ -26,6 +28,11 @@ class Edit:
 
     at: str = ""
     """Kind of `Site`. With "", lines belong to the optimizer, and other edits nowhere."""
+    around: str = ""
+    """What the loss is computed inside, as the expression of a `with` statement."""
+    library: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Arguments that do the same where a library makes the calls, by the last words of the
+    classes that take them."""
     keywords: Mapping[str, str] = field(default_factory=dict)
     """Arguments to set in the call, as source text."""
     lines: tuple[str, ...] = ()
@@ -74,17 +81,29 @@ def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Pa
     sources: dict[str, _Source | str] = {}
     by_hand: list[ByHand] = []
     for change, edit in edits.items():
-        for site in _sites_of(edit, sites) or (None,):
+        places = _sites_of(edit, sites)
+        if not any(site.is_direct for site in places) or edit.around:
+            known = [_source_in(sources, file, root) for file in {s.file: None for s in sites}]
+            left = [one.set_in_library(change, edit) for one in known if isinstance(one, _Source)]
+            if any(one is not None for one in left):
+                by_hand += chain(*filter(None, left))
+                continue
+        decided: list[ByHand] = []
+        is_edited = False
+        for site in places or (None,):
             reason: str | None = "no line of the script that calls it is known"
             file = line = None
             call = " or ".join(edit.only) or edit.at
             if site is not None:
-                source = sources.setdefault(site.file, _read(Path(site.file), root))
-                reason = source if isinstance(source, str) else source.edit(change, edit, site)
+                source = _source_in(sources, site.file, root)
+                reason = source if isinstance(source, str) else source.edit(edit, site)
                 file, line, call = site.file, site.line, site.name
             if reason is not None:
                 words = (edit.by_hand if site is None else "") or _words(edit, reason, call)
-                by_hand.append(ByHand(change=change, file=file, line=line, words=words))
+                noted = decided if reason == DECIDED else by_hand
+                noted.append(ByHand(change=change, file=file, line=line, words=words))
+            is_edited |= reason is None
+        by_hand += [] if is_edited else decided
     files, diff = {}, ""
     for source in sources.values():
         if isinstance(source, _Source) and source.edits:
@@ -99,6 +118,13 @@ def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Pa
     return Patch(diff=diff, by_hand=by_hand, files=files)
 
 
+def _source_in(sources: dict[str, _Source | str], file: str, root: Path) -> _Source | str:
+    """Return a file as the edits so far leave it, or why it cannot be edited."""
+    if file not in sources:
+        sources[file] = _read(Path(file), root)
+    return sources[file]
+
+
 def apply(patch: Patch, folder: Path) -> None:
     """Write the files of a patch that `patch_of` returned into a copy of the root."""
     for name, text in patch.files.items():
@@ -109,7 +135,7 @@ def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
     """Return where an edit applies. Calls by libraries only count without calls by the user."""
     if edit.lines:
         found = [site for site in sites if site.kind in ("optimizer", "caller")]
-        found.sort(key=lambda s: ("model" not in s.names, not s.is_direct, s.kind == "caller"))
+        found.sort(key=lambda s: (s.names.get("model", "self") == "self", not s.is_direct))
         return found[:1]
     found = [s for s in sites if s.kind == edit.at and (not edit.only or s.name in edit.only)]
     return [site for site in found if site.is_direct] or found
@@ -122,6 +148,9 @@ def _words(edit: Edit, why: str, call: str) -> str:
         return f"Start the script with these environment variables: {variables}"
     if edit.remove:
         return f"Remove {call}: {why}."
+    if edit.around:
+        inside = f"with {edit.around.replace('{torch}', 'torch')}:"
+        return f"Call the model and compute the loss in `{inside}`, and backward() after it: {why}."
     if edit.keywords:
         values = ", ".join(f"{name}={value}" for name, value in edit.keywords.items())
         return f"Set {values} in {call}: {why}."
@@ -151,15 +180,35 @@ class _Source:
         self._tree = ast.parse(data)
         self._starts = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
 
-    def edit(self, change: str, edit: Edit, site: Site) -> str | None:
+    def edit(self, edit: Edit, site: Site) -> str | None:
         """Edit at a site, or return why that is not possible."""
-        made = self._edit(change, edit, site)
+        made = self._wrapped(edit, site) if edit.around else self._edit(edit, site)
         if isinstance(made, str):
             return made
         if not self._is_valid(made):
             return "the file would not be valid Python with it"
         self.edits |= made
         return None
+
+    def set_in_library(self, change: str, edit: Edit) -> list[ByHand] | None:
+        """Set the arguments with which a library makes the edit, and return what that leaves.
+
+        None means that nothing here takes such arguments.
+        """
+        left, is_known = list[ByHand](), False
+        calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
+        for (known, keywords), call in product(edit.library.items(), calls):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            if name.endswith(tuple(known.split())):
+                is_known, made = True, self._set(keywords, call, None)
+                if isinstance(made, dict) and self._is_valid(made):
+                    self.edits |= made
+                    continue
+                words = _words(Edit(keywords=keywords), str(made or DECIDED), name)
+                left.append(
+                    ByHand(change=change, file=str(self.path), line=call.lineno, words=words)
+                )
+        return left if is_known else None
 
     def text(self, more: Made | None = None) -> bytes:
         """Return the file with its edits, and more of them."""
@@ -184,7 +233,55 @@ class _Source:
         end = self._at(node.end_lineno, node.end_col_offset)
         return self._at(node.lineno, node.col_offset), end
 
-    def _edit(self, change: str, edit: Edit, site: Site) -> Made | str:
+    def _wrapped(self, edit: Edit, site: Site) -> Made | str:
+        """Return the edit that puts what computes a loss into a `with` statement, or why not."""
+        if "torch" not in site.names:
+            return "torch has no name there"
+        here, there = self._at(site.line, site.column), self._at(site.end_line, site.end_column)
+        for block in _blocks_of(self._tree):
+            spans = [self._span(statement) for statement in block]
+            first = next((n for n, (a, b) in enumerate(spans) if a <= here < b), None)
+            last = next((n for n, (a, b) in enumerate(spans) if a <= there < b), None)
+            if first is not None and last is not None and first < last:
+                break
+        else:
+            return "one statement calls the model and goes backward"
+        read = {ast.unparse(node) for node in ast.walk(block[last]) if _is_name(node, ast.Load)}
+        while last > first + 1 and not read & {
+            ast.unparse(node) for node in ast.walk(block[last - 1]) if _is_name(node, ast.Store)
+        }:
+            last -= 1
+        inside = edit.around.replace("{torch}", site.names["torch"])
+        if last == first + 1 and isinstance(with_ := block[first], ast.With):
+            item = with_.items[-1]
+            at = self._span(item.optional_vars or item.context_expr)[1]
+            if self.data[at : self._at(with_.body[0].lineno, 0)].split(b"#")[0].strip() == b":":
+                return {(at, at, inside): f", {inside}".encode()}
+        begin, end = block[first].lineno, block[last - 1].end_lineno or 0
+        before = self.data[self._at(begin, 0) : spans[first][0]]
+        after = self.data[spans[last - 1][1] : self._starts[end]].strip()
+        if before.strip() or after[:1] not in (b"", b"#"):
+            return "its statements share their lines with others"
+        newline = b"\r\n" if b"\r\n" in self.data else b"\n"
+        unit = b"\t" if b"\n\t" in self.data else b"    "
+        head = f"with {inside}:".encode()
+        in_texts = {
+            line
+            for statement in block[first:last]
+            for node in ast.walk(statement)
+            if isinstance(node, ast.JoinedStr | ast.Constant)
+            for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)
+        }
+        made: Made = {}
+        for line in range(begin, end + 1):
+            at = self._at(line, 0)
+            if line == begin:
+                made[at, at, edit.around] = before + head + newline + unit
+            elif line not in in_texts and self.data[at : self._starts[line]].strip():
+                made[at, at, edit.around] = unit
+        return made
+
+    def _edit(self, edit: Edit, site: Site) -> Made | str:
         """Return an edit at a site, or why that is not possible."""
         # a call of a method on several lines starts at the method's name for Python
         start, end = self._at(site.line, site.column), self._at(site.end_line, site.end_column)
@@ -214,38 +311,57 @@ class _Source:
             if not has_own_lines or (after and hasattr(statement, "body")):  # in a block's head
                 return "there is no place for a separate line"
             newline, at = b"\r\n" if b"\r\n" in self.data else b"\n", lines[after]
-            head, *more = text.encode().split(b"\n")
-            new = [head + f"  # flatout: {change}".encode(), *more]
+            new = text.encode().split(b"\n")
             lead = newline if after and not self.data[:at].endswith(b"\n") else b""
             return {(at, at, text): lead + b"".join(indent + line + newline for line in new)}
         if not site.is_direct:
             return "a library makes it, which this line calls"
         if edit.keywords:
-            return self._set(edit.keywords, call, site)
+            return self._set(edit.keywords, call, site.parameters)
         if not isinstance(statement, ast.Expr) or statement.value is not call:
             return "it is part of a longer statement"
         without: Made = {(*lines, ""): b""}
         is_removed = has_own_lines and self._is_valid(without)
         return without if is_removed else {(first, last, ""): b"pass"}
 
-    def _set(self, keywords: Mapping[str, str], call: ast.Call, site: Site) -> Made | str:
-        """Return the edit that sets arguments of a call, or why that is not possible."""
+    def _set(
+        self, keywords: Mapping[str, str], call: ast.Call, parameters: Sequence[str] | None
+    ) -> Made | str:
+        """Return the edit that sets arguments of a call, or why that is not possible.
+
+        `parameters` are those that it takes, in order. None: not known.
+        """
         made: Made = {}
         arguments = [*call.args, *call.keywords]
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         has_star = None in given or any(isinstance(one, ast.Starred) for one in call.args)
         if not has_star:
-            given |= dict(zip(site.parameters, call.args, strict=False))
+            given |= dict(zip(parameters or (), call.args, strict=False))
         closing = self._span(call)[1] - 1
         end = max([self._span(one)[1] for one in arguments], default=closing)
         for name, value in keywords.items():
+            if name in given and not isinstance(given[name], ast.Constant):
+                return DECIDED
             if name in given:
                 made[(*self._span(given[name]), "")] = value.encode()
-            elif name not in site.parameters:
-                return f"{site.name} takes no {name}"
+            elif parameters is not None and name not in parameters:
+                return f"{ast.unparse(call.func)} takes no {name}"
             elif has_star:
                 return f"an argument with a star may contain {name}"
             else:  # before the parenthesis of f(x for x in y), too
                 at, comma = min(end, closing), ", " if arguments else ""
                 made[at, at, name] = f"{comma}{name}={value}".encode()
         return made
+
+
+def _blocks_of(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield the lists of statements in a tree."""
+    for node in ast.walk(tree):
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                yield value
+
+
+def _is_name(node: ast.AST, use: type[ast.expr_context]) -> bool:
+    """Return whether a node is a name or an attribute that is read, or written."""
+    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, use)

@@ -9,11 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
+from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError
 
 LARGE_BYTES = 256 << 20
 """A larger file is a link to the original, which trials replace instead of writing to it."""
 MOST_BYTES, MOST_FILES = 4 << 30, 50_000
+PROJECT_BYTES, PROJECT_FILES = 256 << 20, 5_000
+"""Most of a git repository that is copied with a directory in it."""
 LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
 """Directories that are links: trials only read them, if at all."""
 
@@ -90,6 +93,33 @@ class Scratch:
         path = rf"(^|[=:]){re.escape(str(self.source))}(?=/|$)"
         return re.sub(path, lambda found: f"{found[1]}{self.path}", word)
 
+    def of(self, folder: Path) -> Path:
+        """Return the copy of a directory in the original."""
+        return self.path / folder.resolve().relative_to(self.source)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of a trial that lead into the copy, not to the original."""
+        search = own_environment().get("PYTHONPATH", "")
+        return {"PYTHONPATH": self.inside(search)} if search else {}
+
     def original(self, text: str) -> str:
         """Return a text with the paths of the user's files in place of those of the copy."""
         return text.replace(str(self.path), str(self.source))
+
+
+def project_of(folder: Path) -> Path:
+    """Return the top of the git repository of a directory: the script may import what is in it.
+
+    A repository that is too large for copies does not count.
+    """
+    folder = folder.resolve()
+    top = next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
+    num_bytes = num_files = 0
+    for here, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if name not in LINKED]
+        num_files += len(files)
+        sizes = (os.lstat(f"{here}/{name}").st_size for name in files)
+        num_bytes += sum(size for size in sizes if size <= LARGE_BYTES)
+        if num_bytes > PROJECT_BYTES or num_files > PROJECT_FILES:
+            return folder
+    return top

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from flatout.measure.results import (
 )
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
-from flatout.measure.scripts.scratch import Scratch
+from flatout.measure.scripts.scratch import Scratch, project_of
 from flatout.measure.search import UNPROVEN, Search
 from flatout.measure.trial import Result, run_command, try_command
 from flatout.progress import SILENT, Progress
@@ -69,7 +70,8 @@ def tune_script(
     is_asked, out = out is not None, Path(out or f"tuned-{name_of(command)}")
     require_own(out, is_own=(out / FILE).is_file())
     claim(Path(patch or out).parent)
-    with Scratch(Path.cwd()) as scratch:
+    here = Path.cwd()
+    with Scratch(project_of(here)) as scratch:
         say_if_busy(progress)
         with progress.task("Measuring the unchanged script"):
             look, evidence = looked_at(command, scratch, total_s)
@@ -103,6 +105,7 @@ def tune_script(
         not_tried=search.left,
         taken=[one.move.name for one in search.taken],
         path=str(out) if search.taken or is_asked or out.exists() else "",
+        root="" if scratch.source == here.resolve() else os.path.relpath(scratch.source),
         **facts_of(race) | found,
     )
     result = result.model_copy(update={"notes": notes(result)})
@@ -133,7 +136,7 @@ class Trials:
             apply(self.edits, self.scratch.path)
         timing = self.timing.model_copy(update={"seed_offset": seed})
         changes = [] if setting.values else sorted(setting.on, key=[*CHANGES].index)
-        return try_command(self.command, timing, limit_s, folder=self.scratch.path,
+        return try_command(self.command, timing, limit_s, folder=self.scratch.of(Path.cwd()),
                            changes=changes, copy=self.scratch)  # fmt: skip
 
 
@@ -202,7 +205,9 @@ def notes(found: ScriptTuning) -> list[str]:
     if found.patch:
         proof = f"The patched script: {found.verified.times()}." if found.verified else ""
         lines += ["", found.patch.rstrip(), "", proof]
-        lines.append(f"Apply it: git apply {in_shell(found.path)}/changes.patch")
+        file = f"{found.path}/changes.patch"
+        git = f"git -C {in_shell(found.root)} apply" if found.root else "git apply"
+        lines.append(f"Apply it: {git} {in_shell(os.path.abspath(file) if found.root else file)}")
     for one in found.by_hand:
         where = f"{one.file}:{one.line}: " if one.file else ""
         lines.append(f"By hand, {one.change}: {where}{one.words}")
@@ -221,9 +226,10 @@ def looked_at(command: Sequence[str], scratch: Scratch, limit_s: float) -> tuple
     ran = run_command(
         [scratch.inside(word) for word in command],
         Request(seconds=LOOK_S, copy_of_user=str(scratch.path)),
-        folder=scratch.path,
+        folder=scratch.of(Path.cwd()),
         is_captured=True,
         limit_s=limit_s,
+        environment=scratch.environment(),
     )
     look = Answer.model_validate_json(scratch.original(ran.answer.model_dump_json()))
     ran, name = ran._replace(answer=look), " ".join(command)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from flatout.measure.attach.calls import MarkedCalls
 from flatout.measure.attach.request import Request
 from flatout.measure.attach.sites import Sites
+from flatout.measure.scripts.changes import edit_of
 from flatout.measure.scripts.patch import Edit, apply, patch_of
 from flatout.measure.trial import run_command
 
@@ -285,7 +286,7 @@ def test_the_model_is_named_where_a_function_that_sees_it_asks_for_an_optimizer(
     ]
     patch = patch_of({"compile": Edit(lines=("{model}.compile()",))}, sites, tmp_path)
     assert patch.by_hand == []
-    assert "+    net.compile()  # flatout: compile\n     optimizer = make_optimizer" in patch.diff
+    assert "+    net.compile()\n     optimizer = make_optimizer" in patch.diff
 
 
 def test_a_model_that_is_wrapped_later_is_named(run):
@@ -384,6 +385,7 @@ if __name__ == "__main__":
     assert [(site.kind, site.line) for site in answer.sites] == [
         ("optimizer", 6),
         ("caller", 14),
+        ("loss", 8),
     ]
     edits = {
         "first": Edit(lines=("{torch}.manual_seed(1)",)),
@@ -398,3 +400,60 @@ if __name__ == "__main__":
     (group,) = space["main"]().param_groups
     assert group["foreach"] is True
     assert [each.requires_grad for each in group["params"]] == [True, False]
+
+
+LOSSES = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Task(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(self, batch):
+        return F.mse_loss(self.net(batch), torch.zeros(len(batch), 2))
+
+def update(loss, optimizer):
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+task = Task()
+optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+for step in range(2000):
+    batch = torch.randn(4, 8)
+    if step % 2:
+        out = task.net(batch)
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        loss = task.loss(batch)
+        task.net.eval()
+        with torch.no_grad():
+            task.net(batch)
+        task.net.train()
+        update(loss, optimizer)
+"""
+
+
+def test_losses_are_wrapped_in_the_function_that_calls_the_model_and_goes_backward(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LOSSES)
+    answer, *_ = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
+    patch = patch_of({"bf16": edit_of("bf16", "cpu")}, answer.sites, tmp_path)
+    block = '    with torch.autocast("cpu", dtype=torch.bfloat16):\n'
+    expected = LOSSES.replace(
+        "        out = task.net(batch)\n        loss = out.square().mean()\n",
+        f"    {block}            out = task.net(batch)\n            loss = out.square().mean()\n",
+    ).replace(
+        "        loss = task.loss(batch)\n", f"    {block}            loss = task.loss(batch)\n"
+    )
+    assert (patch.files["train.py"], patch.by_hand) == (expected, [])
+    apply(patch, tmp_path)
+    answer, *_ = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
+    assert answer.evidence is not None
+    assert not patch_of({"bf16": edit_of("bf16", "cpu")}, (), tmp_path).diff

@@ -18,6 +18,7 @@ PINNED = Edit(at="loader", keywords={"pin_memory": "True"})
 COMPILE = Edit(lines=("{model}.compile()",))
 NO_GC = Edit(at="gc-collect", remove=True)
 NO_CACHE = Edit(at="empty-cache", remove=True)
+AUTOCAST = Edit(at="loss", around="{torch}.autocast('cpu')")
 FAST = Edit(lines=('{torch}.set_float32_matmul_precision("high")',))
 
 KINDS = {
@@ -28,6 +29,7 @@ KINDS = {
     "empty_cache": "empty-cache",
     "set_detect_anomaly": "anomaly",
     "train": "optimizer",
+    "model": "loss",
 }
 PARAMETERS = {
     "AdamW": ("params", "lr", "betas", "fused"),
@@ -55,6 +57,14 @@ def sites_in(path, names=None) -> list[Site]:
         if name not in KINDS:
             continue
         line, column = node.lineno, node.col_offset
+        end_line, end_column = node.end_lineno, node.end_col_offset
+        if name == "model":
+            backward = next(
+                call
+                for call in ast.walk(ast.parse(path.read_bytes()))
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("backward")
+            )
+            end_line, end_column = backward.lineno, backward.col_offset
         found.append(
             Site(
                 kind=KINDS[name],
@@ -62,8 +72,8 @@ def sites_in(path, names=None) -> list[Site]:
                 file=str(path),
                 line=line,
                 column=column,
-                end_line=node.end_lineno,
-                end_column=node.end_col_offset,
+                end_line=end_line,
+                end_column=end_column,
                 is_direct=name != "train",
                 parameters=PARAMETERS.get(name, ()),
                 names={"model": "model", "torch": "torch"} if names is None else names,
@@ -101,7 +111,7 @@ KEYWORDS = [
     ("o = AdamW(p, lr=1)\n", "o = AdamW(p, lr=1, fused=True)\n"),
     ("o = AdamW(p)", "o = AdamW(p, fused=True)"),
     ("o = AdamW(p, fused=False)\n", "o = AdamW(p, fused=True)\n"),
-    ("o = AdamW(p, fused = (x or\n y), lr=1)\n", "o = AdamW(p, fused = (True), lr=1)\n"),
+    ("o = AdamW(p, fused = (None), lr=1)\n", "o = AdamW(p, fused = (True), lr=1)\n"),
     ("o = AdamW(p, 1, b, None)\n", "o = AdamW(p, 1, b, True)\n"),
     ("o = AdamW(p, lr=(1))\n", "o = AdamW(p, lr=(1), fused=True)\n"),
     (
@@ -141,8 +151,8 @@ def test_edits_of_one_call_merge(patched):
     assert result == (
         "a = DataLoader(d, batch_size=2, num_workers=4, pin_memory=True)\n"
         "o = AdamW(p, fused=True)\n"
-        "model.compile()  # flatout: c4\n"
-        'torch.set_float32_matmul_precision("high")  # flatout: c5\n'
+        "model.compile()\n"
+        'torch.set_float32_matmul_precision("high")\n'
     )
     assert patch.by_hand == []
     both, _ = patched(
@@ -150,6 +160,15 @@ def test_edits_of_one_call_merge(patched):
         Edit(at="loader", keywords={"num_workers": "4", "pin_memory": "True"}),
     )
     assert both == "d = DataLoader(x, num_workers=4, pin_memory=True)\n"
+
+
+def test_an_argument_that_the_script_decides_is_left_to_it(patched):
+    source = "a = DataLoader(x, num_workers=0)\nb = DataLoader(x, num_workers=args.workers)\n"
+    result, patch = patched(source, WORKERS)
+    assert (result, patch.by_hand) == (source.replace("=0", "=4"), [])
+    result, patch = patched(source.partition("\n")[2], WORKERS)
+    assert patch.diff == ""
+    assert patch.by_hand[0].words == "Set num_workers=4 in DataLoader: the script decides it there."
 
 
 def test_an_argument_by_position_is_replaced(patched):
@@ -160,30 +179,108 @@ def test_an_argument_by_position_is_replaced(patched):
     assert result == "with set_detect_anomaly(False):\n    x()\n"
 
 
+WRAPPED = [
+    (
+        "for x, y in d:\n    o.zero_grad()\n    out = model(x)\n\n    loss = f(out, y)  # mean\n"
+        "    print(1)\n    loss.backward()\n    o.step()\n",
+        "for x, y in d:\n    o.zero_grad()\n    with torch.autocast('cpu'):\n        out = model(x)"
+        "\n\n        loss = f(out, y)  # mean\n    print(1)\n    loss.backward()\n    o.step()\n",
+    ),
+    (  # what the gradient needs is divided, and scaled
+        "loss = model(x).mean()\nloss = loss / 4\nif ready:\n    s.scale(loss).backward()\n",
+        "with torch.autocast('cpu'):\n    loss = model(x).mean()\n    loss = loss / 4\n"
+        "if ready:\n    s.scale(loss).backward()\n",
+    ),
+    (
+        "with ctx as c:  # none\n    loss = model(x)\nloss.backward()\n",
+        "with ctx as c, torch.autocast('cpu'):  # none\n    loss = model(x)\nloss.backward()\n",
+    ),
+    (  # the two are in branches and blocks of one block
+        "if x:\r\n\tself.loss = model(x)\r\nelse:\r\n\tpass\r\n"
+        "with no_sync():\r\n\tself.loss.backward()\r\n",
+        "with torch.autocast('cpu'):\r\n\tif x:\r\n\t\tself.loss = model(x)\r\n\telse:\r\n"
+        "\t\tpass\r\nwith no_sync():\r\n\tself.loss.backward()\r\n",
+    ),
+    (
+        'loss = model(\n    x, """a\nb""", f"""c\n{x}\n"""\n)\nloss.backward()',
+        "with torch.autocast('cpu'):\n    loss = model(\n"
+        '        x, """a\nb""", f"""c\n{x}\n"""\n    )\nloss.backward()',
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), WRAPPED)
+def test_what_computes_the_loss_is_put_into_a_block(patched, source, expected):
+    result, patch = patched(source, AUTOCAST)
+    assert result == expected
+    assert patch.by_hand == []
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("model(x).mean().backward()\n", "one statement calls the model and goes backward"),
+        ("loss = model(x); loss.backward()\n", "its statements share their lines with others"),
+    ],
+)
+def test_a_loss_that_has_no_block_is_wrapped_by_hand(patched, source, why):
+    result, patch = patched(source, AUTOCAST)
+    assert (result, patch.diff) == (source, "")
+    assert patch.by_hand[0].words == (
+        "Call the model and compute the loss in `with torch.autocast('cpu'):`, and backward() "
+        f"after it: {why}."
+    )
+
+
+def test_a_library_takes_arguments_instead(patched):
+    edit = Edit(
+        at="loss",
+        around="{torch}.autocast('cpu')",
+        library={"Accelerator": {"mixed": "'bf16'"}, "Arguments Config": {"bf16": "True"}},
+    )
+    source = (
+        "a = lib.Accelerator()\nb = SomeArguments('out', bf16=False)\n"
+        "loss = model(x)\nloss.backward()\n"
+    )
+    result, patch = patched(source, edit)
+    assert result == source.replace("Accelerator()", "Accelerator(mixed='bf16')").replace(
+        "False", "True"
+    )
+    assert patch.by_hand == []
+    result, patch = patched(source.replace("False", "args.bf16"), edit)
+    assert [one.words for one in patch.by_hand] == [
+        "Set bf16=True in SomeArguments: the script decides it there."
+    ]
+    workers = Edit(at="loader", keywords={"num_workers": "4"}, library={"Config": {"workers": "4"}})
+    source = "c = Config(a)\nd = DataLoader(x)\n"
+    result, _ = patched(source, workers)  # the script makes the call itself
+    assert result == "c = Config(a)\nd = DataLoader(x, num_workers=4)\n"
+
+
 LINES = [
-    ("o = AdamW(p)\nx()\n", "o = AdamW(p)\nmodel.compile()  # flatout: c0\nx()\n"),
-    ("o = AdamW(p)", "o = AdamW(p)\nmodel.compile()  # flatout: c0\n"),
+    ("o = AdamW(p)\nx()\n", "o = AdamW(p)\nmodel.compile()\nx()\n"),
+    ("o = AdamW(p)", "o = AdamW(p)\nmodel.compile()\n"),
     (
         "o = AdamW(\n    p,\n)  # slow\n",
-        "o = AdamW(\n    p,\n)  # slow\nmodel.compile()  # flatout: c0\n",
+        "o = AdamW(\n    p,\n)  # slow\nmodel.compile()\n",
     ),
     (
         "def f():\r\n\treturn AdamW(p)\r\n",
-        "def f():\r\n\tmodel.compile()  # flatout: c0\r\n\treturn AdamW(p)\r\n",
+        "def f():\r\n\tmodel.compile()\r\n\treturn AdamW(p)\r\n",
     ),
     (
         "if x:\n    trainer.train()\nelse:\n    y()\n",
-        "if x:\n    model.compile()  # flatout: c0\n    trainer.train()\nelse:\n    y()\n",
+        "if x:\n    model.compile()\n    trainer.train()\nelse:\n    y()\n",
     ),
     (
         "with trainer.train():\n    x()\n",
-        "model.compile()  # flatout: c0\nwith trainer.train():\n    x()\n",
+        "model.compile()\nwith trainer.train():\n    x()\n",
     ),
     # a library's optimizer only counts where the user makes none, and a model compiles once
-    ("a = SGD(p)\nb = AdamW(q)\n", "a = SGD(p)\nmodel.compile()  # flatout: c0\nb = AdamW(q)\n"),
+    ("a = SGD(p)\nb = AdamW(q)\n", "a = SGD(p)\nmodel.compile()\nb = AdamW(q)\n"),
     (
         "trainer.train()\nb = AdamW(q)\n",
-        "trainer.train()\nb = AdamW(q)\nmodel.compile()  # flatout: c0\n",
+        "trainer.train()\nb = AdamW(q)\nmodel.compile()\n",
     ),
 ]
 
@@ -201,14 +298,14 @@ def test_lines_keep_their_own_indentation_and_names(patched):
     result, patch = patched(source, edit, names={"model": "self.model", "torch": "th"})
     assert result.splitlines()[2:] == [
         "        self.o = AdamW(p)",
-        "        for module in self.model.modules():  # flatout: c0",
+        "        for module in self.model.modules():",
         "            th.check(module, {{}})",
         "        self.q = SGD(p)",
     ]
     assert patch.by_hand == []
     result, _ = patched("o = AdamW(p)\n", FAST, names={})
     assert result.splitlines()[1:] == [
-        "import torch  # flatout: c0",
+        "import torch",
         'torch.set_float32_matmul_precision("high")',
     ]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from flatout.errors import ConfigError
 from flatout.measure.scripts import scratch
-from flatout.measure.scripts.scratch import Scratch
+from flatout.measure.scripts.scratch import Scratch, project_of
 
 
 @pytest.fixture
@@ -39,6 +40,20 @@ def test_a_copy_reads_like_the_original(project):
         assert (copy.path / ".." / "data" / "text.txt").read_text() == "../data/text.txt"
         root = copy.path
     assert not root.exists()
+
+
+def test_the_whole_repository_is_copied_if_it_is_small(project, monkeypatch, tmp_path):
+    assert project_of(project / "sub") == project
+    monkeypatch.setenv("PYTHONPATH", f"{project}/sub{os.pathsep}{tmp_path}")
+    with Scratch(project_of(project / "sub")) as copy:
+        assert copy.of(project / "sub") == copy.path / "sub"
+        assert copy.environment() == {"PYTHONPATH": f"{copy.path}/sub{os.pathsep}{tmp_path}"}
+    (project / ".git" / "objects").write_bytes(bytes(1000))
+    monkeypatch.setattr(scratch, "PROJECT_BYTES", 100)
+    assert project_of(project / "sub") == project
+    (project / "data.bin").write_bytes(bytes(1000))
+    assert project_of(project / "sub") == project / "sub"
+    assert project_of(Path("/")) == Path("/")
 
 
 def test_what_a_trial_writes_is_undone(project):

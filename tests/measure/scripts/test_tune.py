@@ -27,6 +27,8 @@ SOURCE = """import torch
 torch.autograd.set_detect_anomaly(True)
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = model(torch.ones(2)).sum()
+loss.backward()
 """
 EDITS = {"tf32": "matmul_precision", "compile": ".compile()", "bf16": "autocast"}
 """What is in the patched file, by change."""
@@ -110,7 +112,8 @@ class Script:
         at = partial(Site, file=str(self.path), names=names)
         anomaly = at(kind="anomaly", name="set_detect_anomaly", line=2, end_line=2, end_column=39)
         built = {"line": 4, "end_line": 4, "column": 12, "end_column": 55}
-        return anomaly, at(kind="optimizer", name="SGD", **built)
+        loss = at(kind="loss", name="the loss", line=5, column=7, end_line=6, end_column=0)
+        return anomaly, at(kind="optimizer", name="SGD", **built), loss
 
 
 @pytest.fixture

@@ -65,6 +65,22 @@ def test_a_slow_script_gets_a_patch_that_is_proved(tmp_path):
 
 
 @pytest.mark.faults
+def test_the_patch_is_of_the_whole_repository(tmp_path):
+    inside = tmp_path / "examples"
+    inside.mkdir()
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    slow = "import torch\ntorch.autograd.set_detect_anomaly(True)\n"
+    (tmp_path / "shared.py").write_text(slow)
+    script = SCRIPT.replace("torch.autograd.set_detect_anomaly(True)", "import shared")
+    (inside / "train.py").write_text(f"import sys\nsys.path.insert(0, '..')\n{script}")
+    words = ("--only", "no-anomaly", "--minutes", "5")
+    done = flatout(inside, "tune", *words, "--", sys.executable, "train.py")
+    command = next(line for line in done.stdout.splitlines() if "git -C .. apply" in line)
+    subprocess.run(command.partition(": ")[2], cwd=inside, shell=True, check=True)
+    assert (tmp_path / "shared.py").read_text() == "import torch\n"
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("source", "message"),
     [
