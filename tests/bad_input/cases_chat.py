@@ -175,8 +175,8 @@ CASES = [
     Case(
         "--chat for text without rows",
         f"prepare book.txt {NEW} --chat chatml",
-        ("book.txt", "no chat data"),
-        ("Remove --chat",),
+        ("book.txt has no rows", "--chat"),
+        ("Remove them",),
     ),
     Case(
         "--chat and --mask-field",

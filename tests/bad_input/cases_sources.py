@@ -116,8 +116,8 @@ a directory without a tokenizer
     Case(
         "a mask field for text without rows",
         f"prepare book.txt {NEW} --mask-field prompt",
-        ("book.txt", "'prompt'"),
-        ("--mask-field",),
+        ("book.txt has no rows", "--mask-field"),
+        ("Remove them", ".jsonl"),
     ),
     Case(
         "an empty .gz file",

@@ -24,9 +24,9 @@ from flatout.data.prepare.request.options import NAMED
 from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
 from flatout.data.prepare.workers.local import LocalWorkers, Workers
-from flatout.data.sources import ReadTask
+from flatout.data.sources import CANNOT_BE_READ, ReadTask
 from flatout.data.sources.listing import first_changed
-from flatout.data.sources.packed import CANNOT_BE_READ, NotHandedOut
+from flatout.data.sources.packed import NotHandedOut
 from flatout.data.store.manifest import (
     SPLITS,
     Manifest,

@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from flatout.data.conversation.rendering import Examples
 from flatout.data.sources.listing import InputFile
-from flatout.data.sources.packed import open_bytes
-from flatout.errors import DataError, without_secrets
+from flatout.data.sources.packed import open_bytes, unreadable
+from flatout.errors import DataError
 from flatout.storage.json_io import JsonObject
 from flatout.storage.remote.urls import is_url
 
@@ -73,18 +73,26 @@ class BadRow:
     unread_bytes: int = 0
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
 
-    @classmethod
-    def of(
-        cls, error: DataError, reason: str, path: str, location: Location = "", unread: int = 0
-    ) -> Self:
-        """Return the bad row for an error whose message starts with `path`, its location if ""."""
-        what = error.what.removeprefix(without_secrets(path)).strip().removesuffix(".")
-        return cls(what, error.fix, reason, location or path, unread)
-
     @property
     def error(self) -> DataError:
         """The error to raise."""
         return DataError(f"{self.location} {self.what}.", fix=self.fix)
+
+
+CANNOT_BE_READ = "cannot be read"
+"""Reason under which the rest of a damaged file is counted."""
+
+
+def unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
+    """Return the bad row for a damaged part of a file, which counts as lost entirely.
+
+    Raises: NotHandedOut when the system does not let flatout read the file.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        raise unreadable(path, error) from error
+    message = " ".join(str(error).split()).rstrip(".")
+    fix = "Check that the file is complete. --on-bad-row skip skips the unreadable rest."
+    return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,6 @@ from flatout.storage.json_io import JsonObject
 
 ROW_BYTES = 8 << 20
 """A longer row is a bad row: memory holds several copies, with up to four bytes per character."""
-_TEXT = "text"
-"""The field that is read unless a different one is named."""
 _MISSING = object()
 _CHAT_FORMS = (
     "Name the field with the turns with --text-field. A prompt and its answer in two fields need "
@@ -54,7 +52,7 @@ class Fields:
     `a.b` is the field `b` inside `a`, unless a field is called `a.b`.
     """
 
-    text: str = _TEXT
+    text: str = "text"
     """The field with the text, or with the turns of a conversation."""
     prompt: str | None = None
     """The field with preceding text that is excluded from the loss. Null or empty: no prompt."""
@@ -79,7 +77,7 @@ class Fields:
             return self
         beside = [TOOLS, *SYSTEM_FIELDS, *MASK_FIELDS]
         text = self.text
-        if text == _TEXT:
+        if text == Fields.text:
             text = next(filter(names.__contains__, CHAT_FIELDS), CHAT_FIELDS[0])
             if text not in names and INSTRUCTION in names and OUTPUT in names:
                 text = INSTRUCTION
@@ -88,6 +86,10 @@ class Fields:
                 text = PROMPT
                 beside.append(COMPLETION)
         return replace(self, text=text, beside=tuple(filter(names.__contains__, beside)))
+
+
+TEXT_FIELD = Fields()
+"""The fields that are read by default."""
 
 
 def value_at(row: JsonObject, field: str) -> Any:

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from flatout.data.conversation.rendering import Renderer
-from flatout.data.sources import FIRST_NAMED, BadRow, LeftOut, ReadTask, Row
-from flatout.data.sources.fields import Fields
+from flatout.data.sources import FIRST_NAMED, BadRow, LeftOut, ReadTask, Row, unread
+from flatout.data.sources.fields import TEXT_FIELD, Fields
 from flatout.data.sources.listing import (
     InputFile,
     Piece,
@@ -24,18 +23,9 @@ from flatout.data.sources.listing import (
     full_suffix_of,
     suffix_of,
 )
-from flatout.data.sources.packed import (
-    CANNOT_BE_READ,
-    NotHandedOut,
-    Unread,
-    import_package,
-    is_packed,
-    require_opener,
-    unreadable,
-)
+from flatout.data.sources.packed import import_package, is_packed, require_opener
 from flatout.data.sources.tables import PARQUET, TABLE_SUFFIXES, cut_parquet, read_table
 from flatout.data.sources.text import TEXT_BYTES, read_rows, read_text
-from flatout.errors import DataError
 from flatout.storage.remote.urls import is_url
 
 PARTS, MIN_PART_BYTES = 64, 1 << 20
@@ -72,31 +62,16 @@ PARALLEL_FILES = 16
 
 def files(
     path: str,
-    text_field: str = "text",
-    mask_field: str | None = None,
+    fields: Fields = TEXT_FIELD,
     include: Sequence[str] = (),
-    chat: Renderer | None = None,
 ) -> list[ReadTask]:
     """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
-    Files are sorted. `include` lists patterns of other names to read. `chat` writes rows of chat
-    data as text.
+    Files are sorted. `fields` are read of rows. `include` lists patterns of other names to read.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
-    fields = Fields(text_field, mask_field, chat)
     found, skipped = find_files(path, Wanted(_SEARCHED_SUFFIXES, tuple(include)))
-    have_rows = holds_rows(found)
-    if mask_field is not None and not have_rows:
-        raise DataError(
-            f"{path} has no rows, so it has no field {mask_field!r}.",
-            fix="Remove --mask-field, or name JSONL, CSV or Parquet.",
-        )
-    if chat is not None and not have_rows:
-        raise DataError(
-            f"{path} has no rows, so it contains no chat data.",
-            fix="Remove --chat, or name JSONL or Parquet.",
-        )
     first, *others = tasks_of(found, fields)
     return [replace(first, skipped=_count_skipped(skipped)), *others]
 
@@ -202,14 +177,8 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
     for piece in pieces:
         try:
             yield from _read(piece, fields)
-        except Unread as error:
-            unread_bytes = piece.num_bytes if _has_rows(piece.path) else 0
-            yield BadRow.of(error, error.reason, piece.path, unread=unread_bytes)
         except (OSError, EOFError, zlib.error) as error:
-            unread = unreadable(piece.path, error)
-            if isinstance(unread, NotHandedOut):
-                raise unread from error
-            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread=piece.num_bytes)
+            yield unread(piece.path, piece.path, error, piece.num_bytes)
 
 
 def _read(piece: Piece, fields: Fields) -> Iterable[Row]:

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from flatout.config.registry import nearest
-from flatout.data.conversation.rendering import Renderer
 from flatout.data.sources import ReadTask
-from flatout.data.sources.fields import Fields
+from flatout.data.sources.fields import TEXT_FIELD, Fields
 from flatout.data.sources.files import tasks_of
 from flatout.data.sources.listing import InputFile
 from flatout.data.sources.packed import import_package
@@ -36,14 +35,12 @@ def hub(
     config: str | None = None,
     split: str = "train",
     revision: str = MAIN,
-    text_field: str = "text",
-    mask_field: str | None = None,
-    chat: Renderer | None = None,
+    fields: Fields = TEXT_FIELD,
 ) -> list[ReadTask]:
     """Return the tasks of a split of a dataset, all at the current commit.
 
     `revision` is a branch or a commit with Parquet files. By default, the files that the hub
-    converted are read. `chat` writes rows of chat data as text.
+    converted are read, and of their rows the `fields`.
 
     Raises: DataError when there is no such dataset, configuration or split, with a list of those
             that exist; MissingPackage.
@@ -65,7 +62,7 @@ def hub(
     mark = f"hub {name} {config} {split} {commit}"
     return [
         replace(task, fingerprint="" if index else mark, files=())
-        for index, task in enumerate(tasks_of(found, Fields(text_field, mask_field, chat)))
+        for index, task in enumerate(tasks_of(found, fields))
     ]
 
 

@@ -8,7 +8,7 @@ import importlib
 import io
 from collections.abc import Iterator
 from types import ModuleType
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from flatout.errors import DataError, MissingPackage
 from flatout.storage.remote.reading import open_remote
@@ -19,19 +19,10 @@ _FED_BYTES = 1 << 10
 """Compressed bytes passed to zstandard at a time: they may expand by a factor of 32,768."""
 _READ_BYTES = 1 << 18
 """Bytes per read call: rows are often longer than the default of 8 KiB."""
-CANNOT_BE_READ = "cannot be read"
-"""Reason under which the rest of a damaged file is counted."""
 
 
 class Damaged(OSError):
     """Compressed bytes that cannot be decompressed. Readers report a bad row."""
-
-
-class Unread(DataError):
-    """A file that cannot be read past some point. Readers report the rest as a bad row."""
-
-    reason = CANNOT_BE_READ
-    """Reason under which the row is counted."""
 
 
 class NotHandedOut(DataError):
@@ -43,22 +34,34 @@ def open_bytes(path: str) -> IO[bytes]:
 
     Raises: MissingPackage; DataError when the server does not return the file.
     """
-    name = name_in(path).lower()
-    zstandard = require_opener(path)
-    if not is_url(path) and name.endswith(".gz"):
-        return cast(IO[bytes], gzip.GzipFile(path))
-    if not is_url(path) and name.endswith(".bz2"):
-        return bz2.BZ2File(path)
-    file = open_remote(path) if is_url(path) else _open_local(path)
-    if name.endswith(".gz"):
-        return cast(IO[bytes], gzip.GzipFile(fileobj=file))
-    if name.endswith(".bz2"):
-        return bz2.BZ2File(file)
-    return converted(file, _unpacked(file, zstandard)) if zstandard else file
+    require_opener(path)
+    is_opened = not is_url(path) and name_in(path).lower().endswith((".gz", ".bz2"))
+    file: Any = path if is_opened else open_remote(path) if is_url(path) else _open_local(path)
+    content: IO[bytes] = unpacked(file, path)
+    return content
 
 
 def _open_local(path: str) -> IO[bytes]:
     return open(path, "rb", buffering=_READ_BYTES)
+
+
+def unpacked(file: Any, name: str) -> Any:
+    """Return the decompressed content of a file, if its name says that it is compressed.
+
+    `file` is open, or the path of a file that gzip or bz2 opens.
+
+    Raises: MissingPackage.
+    """
+    suffix = name_in(name).lower()[-4:]
+    if suffix.endswith(".gz"):
+        return gzip.open(file)
+    if suffix == ".bz2":
+        return bz2.BZ2File(file)
+    zstandard = require_opener(name)
+    if zstandard is None:
+        return file
+    pieces = ConvertedFile(file, _unpacked(file, zstandard))
+    return io.BufferedReader(pieces, buffer_size=1 << 20)
 
 
 def is_packed(name: str) -> bool:
@@ -81,13 +84,10 @@ def require_opener(path: str) -> ModuleType | None:
     return None
 
 
-def unreadable(path: str, error: Exception) -> DataError:
-    """Return the error for a damaged file, or for one that cannot be opened (NotHandedOut)."""
-    of_system = isinstance(error, OSError) and error.errno is not None
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    kind = NotHandedOut if of_system else DataError
-    return kind(
-        f"{path} cannot be read: {reason.rstrip('.')}.",
+def unreadable(path: str, error: OSError) -> NotHandedOut:
+    """Return the error for a file that cannot be opened."""
+    return NotHandedOut(
+        f"{path} cannot be read: {(error.strerror or str(error)).rstrip('.')}.",
         fix="Check that the file is complete and that you may read it.",
     )
 
@@ -122,11 +122,6 @@ class ConvertedFile(io.RawIOBase):
             self._file.close()
         finally:
             super().close()
-
-
-def converted(file: IO[bytes], pieces: Iterator[bytes]) -> IO[bytes]:
-    """Return a file that consists of `pieces`, which are read from `file`."""
-    return cast(IO[bytes], io.BufferedReader(ConvertedFile(file, pieces), buffer_size=1 << 20))
 
 
 def _unpacked(file: IO[bytes], zstandard: ModuleType) -> Iterator[bytes]:

@@ -10,17 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
-from flatout.data.sources import BadRow, Row
+from flatout.data.sources import BadRow, Row, unread
 from flatout.data.sources.fields import ROW_BYTES, Fields, document, too_long
 from flatout.data.sources.listing import Piece, suffix_of
-from flatout.data.sources.packed import (
-    CANNOT_BE_READ,
-    NotHandedOut,
-    Unread,
-    import_package,
-    open_bytes,
-    unreadable,
-)
+from flatout.data.sources.packed import import_package, open_bytes
 from flatout.storage.json_io import JsonObject
 
 PARQUET, ARROW = frozenset({".parquet"}), frozenset({".arrow", ".feather"})
@@ -73,7 +66,7 @@ def read_table(piece: Piece, fields: Fields) -> Iterator[Row]:
                     yield row
                 number += part.num_rows
     except _errors() as error:
-        yield _unread(path, path, error, piece.num_bytes)
+        yield unread(path, path, error, piece.num_bytes)
 
 
 def _columns(schema: Any, prefix: str = "") -> set[str]:
@@ -108,7 +101,7 @@ def _rows(part: _Part, path: str, number: int, fields: Fields) -> Iterator[Row]:
                 else:
                     yield document(row, fields, where)
     except _errors() as error:
-        yield _unread(path, f"{path} after row {number}", error, part.num_bytes)
+        yield unread(path, f"{path} after row {number}", error, part.num_bytes)
 
 
 def _converted(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None]:
@@ -128,18 +121,6 @@ def _converted(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None]:
         return
     for start in range(0, rows, at_once):
         yield from _converted(batch.slice(start, at_once))
-
-
-def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
-    """Return the bad row for a damaged part, which counts as lost entirely.
-
-    Raises: DataError when the system does not let flatout read the file.
-    """
-    if isinstance(unread := unreadable(path, error), NotHandedOut):
-        raise unread from error
-    message = " ".join(str(error).split()).rstrip(".")
-    fix = "Check that the file is complete. --on-bad-row skip skips the unreadable rest."
-    return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
 def _parquet(piece: Piece, file: IO[bytes]) -> _Table:
@@ -238,8 +219,7 @@ def _csv(piece: Piece, file: IO[bytes]) -> _Table:
     names = [name.strip() for name in header]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        fix = "Give each column a unique name in the first row."
-        raise Unread(f"{piece.path} has two columns called {twice!r}.", fix=fix)
+        raise arrow.ArrowInvalid(f"two columns are called {twice!r}")
     bad: dict[int, BadRow] = {}
     counted = _Quotes(file)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import IO
 
 from flatout.config.documents import parser_says
-from flatout.data.sources import BadRow, Document, Row, RowLocation
+from flatout.data.sources import BadRow, Document, Location, Row, RowLocation
 from flatout.data.sources.fields import ROW_BYTES, Fields, document, too_long
-from flatout.data.sources.packed import Unread, open_bytes
+from flatout.data.sources.packed import open_bytes
 from flatout.errors import in_shell
 from flatout.storage.recognised import recognise
 from flatout.storage.remote.urls import is_url
@@ -20,16 +20,12 @@ TEXT_BYTES = ROW_BYTES
 CUT_BYTES = 1 << 16
 """Bytes after which a text is cut anywhere, if no line ends in them."""
 _LINE_BYTES = 1 << 20
+NOT_UTF8 = "not UTF-8"
+"""Reason under which such rows are counted."""
 _BYTE_ORDER_MARK = "\ufeff"
 _HEAD = 4096
 _TEXT_PER_NUL = 8
 """Text whose start has more than one NUL per eight characters is not read as UTF-8."""
-
-
-class NotUtf8(Unread):
-    """Bytes that are not UTF-8."""
-
-    reason = "not UTF-8"
 
 
 def read_text(path: str, start: int, end: int | None) -> Iterator[Row]:
@@ -68,14 +64,11 @@ def _document(data: bytes, path: str, offset: int) -> Row:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        bad = not_utf8(path, offset, data, error.start)
-    else:
-        wide = _wide_encoding(text)
-        if not wide:
-            return Document(text if offset else text.removeprefix(_BYTE_ORDER_MARK), where)
-        what = f"{path} is not UTF-8 text. It looks like {wide}."
-        bad = NotUtf8(what, fix=_conversion(path, wide))
-    return BadRow.of(bad, bad.reason, path, where)
+        return not_utf8(path, where, offset, data, error.start)
+    if wide := _wide_encoding(text):
+        what = f"is not UTF-8 text. It looks like {wide}"
+        return BadRow(what, _conversion(path, wide), NOT_UTF8, where)
+    return Document(text if offset else text.removeprefix(_BYTE_ORDER_MARK), where)
 
 
 def _wide_encoding(text: str) -> str:
@@ -91,21 +84,21 @@ def _wide_encoding(text: str) -> str:
     return wide + ("LE" if head[0] != "\0" else "BE")
 
 
-def not_utf8(path: str, offset: int, data: bytes, at: int) -> NotUtf8:
-    """Return the error for byte `at` of `data`, at `offset` in a file, which is not UTF-8.
+def not_utf8(path: str, where: Location, offset: int, data: bytes, at: int) -> BadRow:
+    """Return the bad row for byte `at` of `data`, at `offset` in a file, which is not UTF-8.
 
     Its fix converts the file, unless it is binary.
     """
-    what = f"{path} is not UTF-8: byte 0x{data[at]:02x} at offset {offset + at}"
+    what = f"is not UTF-8: byte 0x{data[at]:02x} at offset {offset + at}"
     known = None if is_url(path) else recognise(Path(path))
     if known is not None:
-        return NotUtf8(f"{what}. It is {known.name}.", fix=known.fix)
+        return BadRow(f"{what}. It is {known.name}", known.fix, NOT_UTF8, where)
     if offset == at == 0 and data[0] in (0xFE, 0xFF):
         encoding = "UTF-16"
     elif not (encoding := _wide_encoding(data[:_HEAD].decode("latin-1"))) and b"\0" in data:
         fix = "Name text only. Tokens are read with `flatout import` or `flatout.write_dataset`."
-        return NotUtf8(f"{what}. It is a binary file.", fix=fix)
-    return NotUtf8(f"{what}.", fix=_conversion(path, encoding or "CP1252"))
+        return BadRow(f"{what}. It is a binary file", fix, NOT_UTF8, where)
+    return BadRow(what, _conversion(path, encoding or "CP1252"), NOT_UTF8, where)
 
 
 def _conversion(path: str, encoding: str) -> str:
@@ -154,8 +147,7 @@ def _row(line: bytes, path: str, offset: int, fields: Fields) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except UnicodeDecodeError as error:
-        bad = not_utf8(path, offset, line, error.start)
-        return BadRow.of(bad, bad.reason, path, where)
+        return not_utf8(path, where, offset, line, error.start)
     except json.JSONDecodeError as error:  # the location names the line
         what = f"is not JSON: {error.msg} at column {error.pos + 1}"
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from flatout.errors import DataError, MissingPackage
@@ -35,36 +35,16 @@ def tokenizer_file(
     Raises: MissingPackage; DataError when the repository, revision or file does not exist, or the
             hub cannot be reached.
     """
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    except ImportError as error:
+    if find_spec("huggingface_hub") is None:
         raise MissingPackage(
             f"The tokenizer {name} is on the Hugging Face hub, but huggingface_hub is not "
             "installed.",
             fix="Install it with `pip install huggingface_hub`, or name a tokenizer.json file.",
-        ) from error
-    match = _REPOSITORY.fullmatch(name)
-    assert match is not None, "the caller has checked is_repository"
-
-    def download(local_files_only: bool) -> Path:
-        path = hf_hub_download(
-            match["repository"],
-            "tokenizer.json",
-            revision=match["revision"],
-            cache_dir=cache,
-            endpoint=endpoint,
-            local_files_only=local_files_only,
         )
-        return Path(str(path))
-
-    with suppress(LocalEntryNotFoundError):  # if it is not cached, ask the hub
-        return download(local_files_only=True)
-    try:
-        with progress.task(f"Downloading the tokenizer of {name}"):
-            return download(local_files_only=False)
-    except (OSError, EntryNotFoundError) as error:
-        raise _explained(error, name, match["repository"], match["revision"]) from error
+    found = _file(name, "tokenizer.json", cache, endpoint, progress)
+    if isinstance(found, Exception):
+        raise _explained(found, name) from found
+    return found
 
 
 def repository_file(
@@ -79,29 +59,44 @@ def repository_file(
 
     None when the repository lacks it, which is cached too, or the hub cannot be reached.
     """
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    found = _file(name, filename, cache, endpoint, progress)
+    return found if isinstance(found, Path) else None
+
+
+def _file(
+    name: str, filename: str, cache: Path | None, endpoint: str | None, progress: Progress
+) -> Path | Exception:
+    """Return the local path of a file, or the error of huggingface_hub."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
-    match = _REPOSITORY.fullmatch(name)
-    assert match is not None, "the caller has checked is_repository"
-    repository, revision = match["repository"], match["revision"]
+    repository, revision = _parts(name)
     cached = try_to_load_from_cache(repository, filename, cache_dir=cache, revision=revision)
-    if cached is _CACHED_NO_EXIST:
-        return None
     if isinstance(cached, str):
         return Path(cached)
-    with suppress(OSError, EntryNotFoundError), progress.task(f"Looking for {filename} of {name}"):
-        found = hf_hub_download(
-            repository, filename, revision=revision, cache_dir=cache, endpoint=endpoint
-        )
+    if cached is not None:
+        return EntryNotFoundError(filename)
+    try:
+        with progress.task(f"Looking for {filename} of {name}"):
+            found = hf_hub_download(
+                repository, filename, revision=revision, cache_dir=cache, endpoint=endpoint
+            )
         return Path(str(found))
-    return None
+    except (OSError, EntryNotFoundError) as error:
+        return error
 
 
-def _explained(error: Exception, name: str, repository: str, revision: str | None) -> DataError:
+def _parts(name: str) -> tuple[str, str | None]:
+    match = _REPOSITORY.fullmatch(name)
+    assert match is not None, "the caller has checked is_repository"
+    return match["repository"], match["revision"]
+
+
+def _explained(error: Exception, name: str) -> DataError:
     """Return the error to report for an exception of huggingface_hub."""
     from huggingface_hub import errors
 
+    repository, revision = _parts(name)
     where = f"{repository}{f' at revision {revision}' if revision else ''}"
     answers = {  # subclasses first
         errors.GatedRepoError: (

@@ -148,7 +148,7 @@ def test_parquet_reads_all_fields_of_a_conversation(tmp_path):
     trl = {"system_prompt": "Be brief.", "prompt": TURNS[:1], "completion": TURNS[1:], "id": 7}
     for row in (alpaca, trl):
         parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-        (task,) = files(str(path), chat=CHAT)
+        (task,) = files(str(path), Fields(chat=CHAT))
         (found,) = task.rows()
         assert found.text == rendered(row, Fields(chat=CHAT)).text
 

@@ -7,13 +7,16 @@ import pytest
 
 from flatout.data import sources
 from flatout.data.sources import BadRow, Document, LeftOut, files
+from flatout.data.sources.fields import Fields
 from flatout.data.sources.listing import shared_file
 from flatout.data.sources.packed import NotHandedOut
 from flatout.errors import DataError
 
 
 def rows(path, **parameters):
-    return [row for part in files.files(str(path), **parameters) for row in part.rows()]
+    include = parameters.pop("include", ())
+    tasks = files.files(str(path), Fields(**parameters), include)
+    return [row for task in tasks for row in task.rows()]
 
 
 def texts(path, **parameters):
@@ -281,12 +284,10 @@ def test_a_local_file_may_be_named_by_url(tmp_path):
     assert texts((tmp_path / "a b.txt").as_uri()) == ["here"]
 
 
-def test_a_prompt_field_needs_rows(tmp_path):
+def test_a_prompt_is_a_field_of_rows(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="has no rows, so it has no field 'prompt'"):
-        rows(tmp_path, mask_field="prompt")
     (tmp_path / "b.jsonl").write_text('{"prompt": "2 + 2 =", "text": " 4"}\n')
-    assert [(row.prompt, row.text) for row in rows(tmp_path, mask_field="prompt")] == [
+    assert [(row.prompt, row.text) for row in rows(tmp_path, prompt="prompt")] == [
         ("", "text"),
         ("2 + 2 =", " 4"),
     ]

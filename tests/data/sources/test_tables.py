@@ -9,6 +9,7 @@ import tracemalloc
 import pytest
 
 from flatout.data.sources import BadRow, Document, files, tables
+from flatout.data.sources.fields import Fields
 from flatout.errors import DataError, MissingPackage
 from flatout.storage.remote import connection
 
@@ -29,10 +30,10 @@ def write(path, columns, **options):
 
 
 def rows(path, **parameters):
-    return [row for part in files.files(str(path), **parameters) for row in part.rows()]
+    return [row for task in files.files(str(path), Fields(**parameters)) for row in task.rows()]
 
 
-def csv(path, text, **parameters):
+def csv(path, text, /, **parameters):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return rows(path, **parameters)
 
@@ -74,17 +75,17 @@ def test_each_kind_of_value_is_read_or_named_by_its_row(tmp_path, name):
     columns |= {"text": ["a", None, "", "d"], "bytes": not_utf8.view(pyarrow.string())}
     path = write(tmp_path / name, columns)
     assert shown(rows(path)) == ["a", "2: 'text' is not text", "3: empty document", "d"]
-    assert shown(rows(path, text_field="bytes")) == [
+    assert shown(rows(path, text="bytes")) == [
         *("good", "2: not UTF-8", "3: empty document", "more")
     ]
-    assert shown(rows(path, text_field="n"))[0] == "1: 'n' is not text"
-    assert "but it is a list" in str(rows(path, text_field="l")[0].error)
-    assert [row.text for row in rows(path, text_field="e.f")] == ["flat"] * 4
-    prompted = rows(path, text_field="d.a.text", mask_field="d.q")
+    assert shown(rows(path, text="n"))[0] == "1: 'n' is not text"
+    assert "but it is a list" in str(rows(path, text="l")[0].error)
+    assert [row.text for row in rows(path, text="e.f")] == ["flat"] * 4
+    prompted = rows(path, text="d.a.text", prompt="d.q")
     assert [(row.prompt, row.text) for row in prompted] == [("ask", "answer"), ("", "x")] * 2
-    (bad,) = rows(path, text_field="txt")
+    (bad,) = rows(path, text="txt")
     assert f"{path} has no field 'txt'. Fix: Did you mean --text-field text?" in str(bad.error)
-    (bad,) = rows(path, mask_field="prompt")
+    (bad,) = rows(path, prompt="prompt")
     assert "has no field 'prompt'" in str(bad.error)
     assert "--mask-field " in str(bad.error)
 
@@ -268,12 +269,12 @@ def test_rows_of_csv_are_numbered_across_blocks_and_bad_ones(tmp_path, monkeypat
 
 def test_columns_of_csv_may_be_named_as_fields(tmp_path):
     text = "question,answer,answer.x\nwhy,because,so\n"
-    (row,) = csv(tmp_path / "a.csv", text, text_field="answer", mask_field="question")
+    (row,) = csv(tmp_path / "a.csv", text, text="answer", prompt="question")
     assert (row.text, row.prompt, row.location) == ("because", "why", f"{tmp_path}/a.csv, row 1")
-    assert shown(rows(tmp_path / "a.csv", text_field="answer.x")) == ["so"]
+    assert shown(rows(tmp_path / "a.csv", text="answer.x")) == ["so"]
     (row,) = rows(tmp_path / "a.csv")
     assert (row.what, row.fix) == ("has no field 'text'", "Did you mean --text-field answer?")
-    (row,) = rows(tmp_path / "a.csv", mask_field="x", text_field="answer")
+    (row,) = rows(tmp_path / "a.csv", prompt="x", text="answer")
     assert row.location == f"{tmp_path}/a.csv"
     (row,) = csv(tmp_path / "b.csv", "text,text\na,b\n")
-    assert row.what == "has two columns called 'text'"
+    assert row.what == "cannot be read: two columns are called 'text'"

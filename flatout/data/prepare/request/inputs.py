@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from flatout.data.conversation.rendering import Renderer
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.standard_input import spool_standard_input
 from flatout.data.sources import ReadTask, read_tasks_of
+from flatout.data.sources.fields import TEXT_FIELD, Fields
 from flatout.data.sources.files import holds_rows
 from flatout.data.sources.listing import InputFile, matches, shared_file
 from flatout.errors import ConfigError, DataError, in_shell
@@ -40,7 +41,7 @@ from flatout.storage.whole import fetch_checked, problem_of
 STANDARD_INPUT = "-"
 FROM_FILE = "pass the file with --from FILE"
 
-Parameters = Mapping[str, Any]
+Parameters = dict[str, Any]
 
 
 class Card(Section):
@@ -75,10 +76,12 @@ class Card(Section):
     split: str | None = None
     """Its split rule, when it has no validation files. None leaves it to prepare."""
 
-    @property
-    def fields(self) -> dict[str, str]:
-        """The text field, when the card sets it."""
-        return {"text_field": self.text_field} if "text_field" in self.model_fields_set else {}
+    def given(self, given: Parameters) -> Parameters:
+        """Return what a source is given, with this card's text field unless another is stated."""
+        fields = given["fields"]
+        if fields.text == TEXT_FIELD.text:
+            fields = replace(fields, text=self.text_field)
+        return given | {"fields": fields}
 
     def url_of(self, files: str) -> str:
         """Return the URL of files in its repository."""
@@ -161,27 +164,18 @@ def open_corpus(
     cache = cache or default_cache()
     cards = [name for name in names if name in DATASETS.names()]
     _check_names(names, options.val, cards, from_file)
-    given = {
-        "mask_field": options.mask_field,
-        "text_field": options.text_field,
-        "include": options.include or None,
-        "chat": chat,
-    }
-    fields = {key: value for key, value in given.items() if value is not None}
+    fields = Fields(options.text_field or TEXT_FIELD.text, options.mask_field, chat)
+    given: Parameters = {"fields": fields, "include": options.include}
     all_names = [*names, *options.val]
     opened = [
-        _card_tasks(name, fields, from_file, cache, progress)
+        _card_tasks(name, given, from_file, cache, progress)
         if name in cards
-        else _text_tasks(name, fields, spool, progress)
+        else _text_tasks(name, given, spool, progress)
         for name in all_names
     ]
     files = [[file for task in tasks for file in task.files] for tasks in opened]
-    if options.text_field is not None and not any(not each or holds_rows(each) for each in files):
-        raise DataError(
-            f"{' '.join(all_names)} has no rows, so it has no field {options.text_field!r}.",
-            fix="Remove --text-field, or rename files that hold a JSON object per line to "
-            "end in .jsonl.",
-        )
+    if fields != TEXT_FIELD and all(each and not holds_rows(each) for each in files):
+        raise _no_rows(" ".join(all_names))
     for pattern in options.include:
         if not any(matches(file.path, pattern) for file in chain(*files)):
             raise DataError(
@@ -199,7 +193,7 @@ def open_corpus(
     validation = Corpus(options.val, tuple(chain(*val))) if val else None
     if validation is None and card is not None and card.validation and options.split is None:
         url = card.url_of(card.validation)
-        held_out = source_tasks(card.source, {"path": url}, {**card.fields, **fields})
+        held_out = source_tasks(card.source, {"path": url}, card.given(given))
         validation = Corpus((url,), tuple(held_out))
     return Corpus(
         tuple(names),
@@ -256,11 +250,15 @@ def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress
 
 
 def _card_tasks(
-    name: str, fields: Parameters, from_file: str | None, cache: Path, progress: Progress
+    name: str,
+    given: Parameters,
+    from_file: str | None,
+    cache: Path,
+    progress: Progress,
 ) -> list[ReadTask]:
     """Return the read tasks of a card, whose file is downloaded unless it is in the cache."""
     card = load_card(name)
-    fields = {**card.fields, **fields}
+    given = card.given(given)
     if from_file is None and Path(name).exists():
         progress.say(
             f"{name} is the dataset card of that name. Write ./{name} to use the local file "
@@ -275,7 +273,7 @@ def _card_tasks(
         path = card.url_of(card.files or "")
         if card.file is not None:
             path = str(DATASETS.path(name).with_name(card.file))
-        return source_tasks(card.source, {"path": path}, fields)
+        return source_tasks(card.source, {"path": path}, given)
     entry = FileEntry(name="file", size_bytes=card.num_bytes, sha256=card.sha256)
     if from_file is not None:
         file = expanded(from_file)
@@ -285,7 +283,7 @@ def _card_tasks(
     else:
         file = cache.expanduser() / name / card.url.rpartition("/")[2]
         _download(card.url, file, entry, progress)
-    tasks = source_tasks(card.source, {"path": str(file)}, fields)
+    tasks = source_tasks(card.source, {"path": str(file)}, given)
     return _with_fingerprint(tasks, f"{name} {card.sha256}")
 
 
@@ -309,33 +307,35 @@ def _download(url: str, file: Path, entry: FileEntry, progress: Progress) -> Non
 
 
 def _text_tasks(
-    name: str, fields: Parameters, spool: Path | None, progress: Progress
+    name: str, given: Parameters, spool: Path | None, progress: Progress
 ) -> list[ReadTask]:
     """Return the read tasks of a source that is not a card."""
     if name != STANDARD_INPUT:
-        return source_tasks(*_source_and_parameters(name), fields)
+        return source_tasks(*_source_and_parameters(name), given)
     file, sha256 = spool_standard_input(spool or Path(), progress=progress)
-    tasks = source_tasks("files", {"path": str(file)}, fields)
+    tasks = source_tasks("files", {"path": str(file)}, given)
     return _with_fingerprint(tasks, f"standard input {sha256}")
 
 
-def source_tasks(name: str, parameters: Parameters, fields: Parameters) -> list[ReadTask]:
-    """Return the read tasks of a source, called with its parameters and the fields it accepts.
+def source_tasks(name: str, parameters: Parameters, given: Parameters) -> list[ReadTask]:
+    """Return the read tasks of a source, called with its parameters and what it takes of `given`:
+    `fields`, if it reads rows, and `include`, if it searches directories.
 
-    Raises: DataError for a field that a source without rows, or without files, does not accept.
+    Raises: DataError when fields are named for a source without rows.
     """
     source = SOURCES.get(name)
-    accepted = inspect.signature(source).parameters
-    for key, value in fields.items():
-        if key not in accepted:
-            option = f"--{key.replace('_', '-')}"
-            why = (
-                f"has no rows, so it has no field {value!r}"
-                if key.endswith("_field")
-                else f"does not read your files, so {option} has no effect"
-            )
-            raise DataError(f"The source {name!r} {why}.", fix=f"Remove {option}.")
-    return read_tasks_of(source, name, {**fields, **parameters})
+    takes = inspect.signature(source).parameters
+    if "fields" not in takes and given["fields"] != TEXT_FIELD:
+        raise _no_rows(name)
+    taken = {key: value for key, value in given.items() if key in takes}
+    return read_tasks_of(source, name, taken | parameters)
+
+
+def _no_rows(names: str) -> DataError:
+    return DataError(
+        f"{names} has no rows: --text-field, --mask-field and --chat have no effect.",
+        fix="Remove them, or name JSONL (files that end in .jsonl), CSV or Parquet.",
+    )
 
 
 def _with_fingerprint(tasks: list[ReadTask], fingerprint: str) -> list[ReadTask]:
@@ -354,15 +354,11 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
     source, _, rest = name.partition(":")
     key = source.replace("_", "-")
     if key in SOURCES.names() and key != "files":
-        first, _, others = rest.partition(":")
-        takes = inspect.signature(SOURCES.get(key)).parameters
-        texts = {one for one in takes if takes[one].annotation in ("str", "str | None")}
-        if "name" in takes and first and "=" not in first:
-            return key, {"name": first, **_parameters(others, name, texts)}  # ORG/NAME:split=train
-        return key, _parameters(rest, name, texts)
+        return key, _parameters(rest, key, name)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not os.path.exists(name):
         module, function, *given = name.split(":", 2)
-        return f"{module}:{function}", _parameters(given[0] if given else "", name, set())
+        own = f"{module}:{function}"
+        return own, _parameters(given[0] if given else "", own, name)
     if "/" in name or Path(name).suffix or os.path.exists(expanded(name)) or glob.has_magic(name):
         return files
     if instead := removed(f"source {source}"):
@@ -377,9 +373,17 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
     )
 
 
-def _parameters(text: str, name: str, texts: Container[str]) -> dict[str, object]:
-    """Return the parameters in `split=train,revision=main`. Those named in `texts` are text."""
-    parameters: dict[str, object] = {}
+def _parameters(text: str, source: str, name: str) -> Parameters:
+    """Return the parameters in `split=train,revision=main`, after a `name` if the source has one.
+
+    Values are YAML, unless the source takes a text.
+    """
+    takes = inspect.signature(SOURCES.get(source)).parameters
+    texts = {one for one in takes if takes[one].annotation in ("str", "str | None")}
+    parameters: dict[str, Any] = {}
+    first, _, others = text.partition(":")
+    if "name" in takes and first and "=" not in first:  # ORG/NAME:split=train
+        parameters["name"], text = first, others
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if not equals:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import io
 import os
 import re
-import shutil
 import sys
 import tempfile
 import zlib
 from pathlib import Path
 
-from flatout.data.sources.packed import Unread, open_bytes
+from flatout.data.sources.packed import unpacked
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import lock, unless_broken
 
 _PREFIX = ".stdin-"
+_BLOCK = 1 << 20
 _PACKED = {
     b"\x1f\x8b": ".gz",
     b"BZh": ".bz2",
@@ -43,52 +44,42 @@ def spool_standard_input(directory: Path, *, progress: Progress = SILENT) -> tup
 
     Raises: DataError when the disk is full.
     """
+    digest = hashlib.sha256()
     try:
+        block = sys.stdin.buffer.read(_BLOCK)
+        packed = next((suffix for magic, suffix in _PACKED.items() if block.startswith(magic)), "")
+        suffix = packed if packed == ".parquet" else _kind(block, packed) + packed
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError), left.open("rb") as file:
                 lock(file.fileno())  # its process holds the lock
                 left.unlink()
-        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        descriptor, name = tempfile.mkstemp(suffix, _PREFIX, directory)
         path = Path(name)
-        try:
-            with contextlib.suppress(OSError):  # this disk has no locks
-                lock(os.dup(descriptor))
-            with open(descriptor, "wb") as file, progress.task("Reading standard input"):
-                shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                file.seek(0)
-                first = file.read(4)
-            suffix = next((_PACKED[magic] for magic in _PACKED if first.startswith(magic)), "")
-            if suffix != ".parquet":  # its text is read by the name of its compression
-                path = path.rename(path.with_suffix(suffix))
-                suffix = _kind(path) + suffix
-            path = path.rename(path.with_suffix(suffix))
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        atexit.register(path.unlink, missing_ok=True)
+        with contextlib.suppress(OSError):  # this disk has no locks
+            lock(os.dup(descriptor))
+        with open(descriptor, "wb") as file, progress.task("Reading standard input"):
+            while block:
+                digest.update(block)
+                file.write(block)
+                block = sys.stdin.buffer.read(_BLOCK)
     except OSError as error:
         raise DataError(
             f"Cannot save standard input in {directory}: {error.strerror or error}.",
             fix=unless_broken(error, "Free space there, or write the text to a file and name it."),
         ) from error
-    atexit.register(path.unlink, missing_ok=True)
     progress.say(f"Standard input: {path.stat().st_size:,} bytes, read as a {suffix} file.")
-    return path, sha256
+    return path, digest.hexdigest()
 
 
-def _kind(path: Path) -> str:
-    """Return the suffix of a text that starts as this file does.
+def _kind(block: bytes, packed: str) -> str:
+    """Return the suffix of a text that starts like this, compressed as `packed` says.
 
     An error in the file is reported when the text is read.
     """
     start = b""
-    with (
-        contextlib.suppress(OSError, EOFError, zlib.error, Unread),
-        open_bytes(str(path)) as file,
-    ):
-        start = file.read(1 << 20).removeprefix(b"\xef\xbb\xbf").lstrip()
-        while not start and (block := file.read(1 << 20)):
-            start = block.lstrip()
+    with contextlib.suppress(OSError, EOFError, zlib.error):
+        start = unpacked(io.BytesIO(block), packed).read1(_BLOCK)
+    start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     return next(suffix for suffix, begins in _KINDS.items() if re.match(begins, start))

@@ -31,7 +31,8 @@ def opened(monkeypatch):
 
     def read(name, parameters, fields):
         path = parameters["path"]
-        calls.append((path.partition("/web@" + "a" * 40 + "/")[2], dict(fields)))
+        name_there = path.partition("/web@" + "a" * 40 + "/")[2]
+        calls.append((name_there, fields["fields"].text, fields["fields"].prompt))
         return [] if path.startswith("hf://") else source_tasks(name, parameters, fields)
 
     monkeypatch.setattr(inputs, "source_tasks", read)
@@ -72,8 +73,8 @@ def test_a_repository_is_read_in_place(web, opened):
     open_corpus(["web"])
     open_corpus(["web"], text_field="title", mask_field="q")
     assert opened == [
-        ("train/*", {"text_field": "body"}),
-        ("train/*", {"text_field": "title", "mask_field": "q"}),
+        ("train/*", "body", None),
+        ("train/*", "title", "q"),
     ]
     with pytest.raises(DataError, match="web is not the download of a single file, so --from"):
         open_corpus(["web"], from_file="mine.parquet")
@@ -87,9 +88,7 @@ def test_options_take_precedence_over_a_cards_validation_files(web, opened, tmp_
     assert (own.split, own.validation.names) == (None, (url,))
     open_corpus(["web"], text_field="title")
     assert opened == [
-        (name, {"text_field": field})
-        for field in ("body", "title")
-        for name in ("train/*", "valid/*")
+        (name, field, None) for field in ("body", "title") for name in ("train/*", "valid/*")
     ]
     opened.clear()
     by_rule = open_corpus(["web"], split="hash 0.1")
@@ -99,7 +98,7 @@ def test_options_take_precedence_over_a_cards_validation_files(web, opened, tmp_
     )
     other = open_corpus(["web"], val=[str(tmp_path / "mine.txt")])
     assert texts(other.validation) == [TEXT]
-    assert "valid/*" not in [name for name, _ in opened]
+    assert "valid/*" not in [name for name, *_ in opened]
 
 
 def test_from_replaces_a_cards_download(cards, tmp_path):

@@ -117,7 +117,7 @@ def test_a_text_field_needs_rows(tmp_path):
     for suffix in (".txt", ".json", ".jsonl"):
         (tmp_path / f"rows{suffix}").write_text('{"body": "a"}\n')
     with pytest.raises(
-        DataError, match=r"rows\.txt has no rows, so it has no field 'body'\. Fix: .*end in \.jsonl"
+        DataError, match=r"rows\.txt has no rows: --text-field.* Fix: .*end in \.jsonl"
     ):
         open_corpus([str(tmp_path / "rows.txt")], text_field="body")
     both = [str(tmp_path / "rows.json"), str(tmp_path / "rows.jsonl")]
