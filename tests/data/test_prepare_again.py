@@ -6,7 +6,7 @@ import sys
 import pytest
 from prepared import Listener, content, prepared, write_rows
 
-from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.writer import DatasetWriter
@@ -230,7 +230,7 @@ def test_a_failed_start_leaves_no_directory(rows, tmp_path):
     out = tmp_path / "far" / "away" / "out"
     for call in (
         lambda: prepared(rows, out=out, tokenizer="nosuch"),
-        lambda: prepare_part([str(rows)], out, Options(tokenizer="nosuch"), WorkPart(1, 2)),
+        lambda: prepare_dataset([str(rows)], out, Options(tokenizer="nosuch"), part=WorkPart(1, 2)),
     ):
         with pytest.raises(DataError, match="nosuch"):
             call()
@@ -258,14 +258,14 @@ def test_rewritten_text_is_detected_by_its_mtime(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(make, "range_bytes", lambda _: 1400)
     options, work = Options(tokenizer="byte", split="hash 0.1"), tmp_path / ".out.part"
-    prepare_part([str(rows)], tmp_path / "out", options, WorkPart(1, 2))
+    prepare_dataset([str(rows)], tmp_path / "out", options, part=WorkPart(1, 2))
     before = rows.stat()
     rows.write_text(rows.read_text().replace("row 7 ", "row X "))
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert rows.stat().st_size == before.st_size
     calls = (
-        lambda: prepare_part([str(rows)], tmp_path / "out", options, WorkPart(2, 2)),
-        lambda: join_parts([str(rows)], tmp_path / "out", options),
+        lambda: prepare_dataset([str(rows)], tmp_path / "out", options, part=WorkPart(2, 2)),
+        lambda: prepare_dataset([str(rows)], tmp_path / "out", options, join=True),
         lambda: prepare_dataset([str(rows)], tmp_path / "out", options),
     )
     for call in calls:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 from prepared import write_rows
 
-from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.data.sources import listing
@@ -91,11 +91,11 @@ def test_a_part_repacks_text_that_changed(rows, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(LocalWorkers, "pack", changing)
         with pytest.raises(DataError, match=r"b\.jsonl was changed"):
-            prepare_part([str(rows.parent)], tmp_path / "out", OPTIONS, WorkPart(1, 1))
+            prepare_dataset([str(rows.parent)], tmp_path / "out", OPTIONS, part=WorkPart(1, 1))
     rows.write_text(text)
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(DataError, match="1 of 1 ranges"):
-        join_parts([str(rows.parent)], tmp_path / "out", OPTIONS)
+        prepare_dataset([str(rows.parent)], tmp_path / "out", OPTIONS, join=True)
 
 
 def test_a_remote_file_that_changes_during_prepare_is_named(rows, store, tmp_path):

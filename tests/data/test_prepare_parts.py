@@ -8,7 +8,7 @@ import pytest
 from prepared import content
 
 from flatout.cli.commands.prepare import prepare
-from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.request.inputs import open_corpus
@@ -31,48 +31,50 @@ def test_joined_parts_give_the_same_bytes(rows, tmp_path):
     out = tmp_path / "out"
     left = []
     for index in (3, 1):
-        done = prepare_part([rows], out, OPTIONS, WorkPart(index, 3), workers=index)
+        done = prepare_dataset([rows], out, OPTIONS, part=WorkPart(index, 3), workers=index)
         left.append(done.left)
     assert left[0] > left[1] > 0
     with pytest.raises(DataError, match=r"\d of \d+ ranges of .*out are not done: part 2/3\."):
-        join_parts([rows], out, OPTIONS)
-    assert prepare_part([rows], out, OPTIONS, WorkPart(2, 3)).left == 0
-    again = prepare_part([rows], out, OPTIONS, WorkPart(2, 3))
+        prepare_dataset([rows], out, OPTIONS, join=True)
+    assert prepare_dataset([rows], out, OPTIONS, part=WorkPart(2, 3)).left == 0
+    again = prepare_dataset([rows], out, OPTIONS, part=WorkPart(2, 3))
     assert again.left == 0
     assert not out.exists()
-    made = join_parts([rows], out, OPTIONS)
+    made = prepare_dataset([rows], out, OPTIONS, join=True)
     assert content(out) == content(tmp_path / "whole")
     assert not made.existed
-    assert join_parts([rows], out, OPTIONS).existed
-    assert prepare_part([rows], out, OPTIONS, WorkPart(2, 3)).records == ()
+    assert prepare_dataset([rows], out, OPTIONS, join=True).existed
+    assert prepare_dataset([rows], out, OPTIONS, part=WorkPart(2, 3)).existed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl", "whole"]
 
 
 def test_a_replaced_tokenizer_in_the_work_directory_is_rejected(rows, tmp_path):
-    prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
+    prepare_dataset([rows], tmp_path / "out", OPTIONS, part=WorkPart(1, 2))
     work = tmp_path / ".out.part"
-    prepare_part([rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), WorkPart(1, 2))
+    prepare_dataset(
+        [rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), part=WorkPart(1, 2)
+    )
     shutil.copy(tmp_path / ".other.part/tokenizer.json", work)
     with pytest.raises(
         DataError,
         match=rf"{work}/tokenizer\.json is not the tokenizer that this work started "
         rf"with.*Remove the directory {work}",
     ):
-        prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(2, 2))
+        prepare_dataset([rows], tmp_path / "out", OPTIONS, part=WorkPart(2, 2))
 
 
 def test_one_process_can_finish_what_parts_started(rows, tmp_path):
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
-    prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(2, 2))
+    prepare_dataset([rows], tmp_path / "out", OPTIONS, part=WorkPart(2, 2))
     prepare_dataset([rows], tmp_path / "out", OPTIONS)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_parts_of_a_different_dataset_are_rejected(rows, tmp_path):
-    prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
+    prepare_dataset([rows], tmp_path / "out", OPTIONS, part=WorkPart(1, 2))
     other = Options(tokenizer="byte", split="hash 0.2")
     for call in (
-        lambda: prepare_part([rows], tmp_path / "out", other, WorkPart(2, 2)),
+        lambda: prepare_dataset([rows], tmp_path / "out", other, part=WorkPart(2, 2)),
         lambda: prepare_dataset([rows], tmp_path / "out", other),
     ):
         with pytest.raises(
@@ -94,20 +96,23 @@ def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, t
             match=rf"rows\.jsonl.*151.*Other text or options make it a different dataset: "
             rf"remove the directory {work}, .* run every part again\.",
         ):
-            prepare_part([rows], out, OPTIONS, part_of(rows, 150), workers=workers)
+            prepare_dataset([rows], out, OPTIONS, part=part_of(rows, 150), workers=workers)
     assert (
-        prepare_part([rows], out, OPTIONS, WorkPart(part_of(rows, 150).index % 3 + 1, 3)).left > 0
+        prepare_dataset(
+            [rows], out, OPTIONS, part=WorkPart(part_of(rows, 150).index % 3 + 1, 3)
+        ).left
+        > 0
     )
     with pytest.raises(DataError, match=r"are not done: part .*Run those parts again"):
-        join_parts([rows], out, OPTIONS)
+        prepare_dataset([rows], out, OPTIONS, join=True)
     skipping = replace(OPTIONS, on_bad_row="skip")
-    prepare_part([rows], out, skipping, part_of(rows, 150))
+    prepare_dataset([rows], out, skipping, part=part_of(rows, 150))
     with pytest.raises(DataError, match=r"rows\.jsonl.*151"):
-        prepare_part([rows], out, OPTIONS, part_of(rows, 150))
+        prepare_dataset([rows], out, OPTIONS, part=part_of(rows, 150))
     Path(rows).write_text(good)
     for call in (
-        lambda: join_parts([rows], out, OPTIONS),
-        lambda: prepare_part([rows], out, OPTIONS, WorkPart(1, 3)),
+        lambda: prepare_dataset([rows], out, OPTIONS, join=True),
+        lambda: prepare_dataset([rows], out, OPTIONS, part=WorkPart(1, 3)),
     ):
         with pytest.raises(
             DataError,
@@ -118,8 +123,8 @@ def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, t
     assert not out.exists()
     shutil.rmtree(work)
     for index in (1, 2, 3):
-        prepare_part([rows], out, OPTIONS, WorkPart(index, 3))
-    join_parts([rows], out, OPTIONS)
+        prepare_dataset([rows], out, OPTIONS, part=WorkPart(index, 3))
+    prepare_dataset([rows], out, OPTIONS, join=True)
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
     assert content(out) == content(tmp_path / "whole")
 
@@ -136,7 +141,7 @@ def part_of(rows, number):
 
 def test_a_join_without_parts_is_rejected(rows, tmp_path):
     with pytest.raises(DataError, match="No part of"):
-        join_parts([rows], tmp_path / "out", OPTIONS)
+        prepare_dataset([rows], tmp_path / "out", OPTIONS, join=True)
     assert not list(tmp_path.glob(".out*"))
 
 

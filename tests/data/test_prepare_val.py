@@ -9,7 +9,7 @@ from manifests import seal
 from prepared import content, documents, prepared, write_rows
 
 from flatout.data.prepare.pack.range_files import ShardWriter
-from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.sources import files
@@ -168,19 +168,20 @@ def test_joined_parts_give_the_same_bytes(train, val, tmp_path):
     options = Options(tokenizer="train:300", val=(val,), max_documents=250)
     prepare_dataset([train], tmp_path / "whole", options)
     for index in (2, 3, 1):
-        prepare_part([train], tmp_path / "out", options, WorkPart(index, 3), workers=1)
+        prepare_dataset([train], tmp_path / "out", options, part=WorkPart(index, 3), workers=1)
     other = write(tmp_path / "other.jsonl", ["other"])
     with pytest.raises(
         DataError,
         match=f"an unfinished, different dataset: its validation text is {val}, and {other} is "
         f"requested",
     ):
-        join_parts(
+        prepare_dataset(
             [train],
             tmp_path / "out",
             Options(tokenizer="train:300", val=(other,), max_documents=250),
+            join=True,
         )
-    join_parts([train], tmp_path / "out", options)
+    prepare_dataset([train], tmp_path / "out", options, join=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

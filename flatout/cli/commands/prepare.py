@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,16 +17,14 @@ from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
     engine_named,
-    join_parts,
     prepare_dataset,
-    prepare_part,
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.store.manifest import Manifest
 from flatout.display import Display, amount
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress, counted
-from flatout.storage.json_io import JsonObject, Result
+from flatout.storage.json_io import Result
 from flatout.storage.recognised import require_local
 from flatout.storage.streams import shortened
 
@@ -204,20 +201,24 @@ def prepare(
             "follows when all are done.",
         )
     require_local(cache or "", "--cache ")
-    file, names = from_file and str(from_file), _names(sources)
-    shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
-    if join:
-        return result_of(join_parts(names, Path(out), options, **shared))
-    shared["workers"] = workers
-    if part is not None:
-        share = WorkPart.parse(part)
-        made = prepare_part(names, Path(out), options, share, **shared)
+    made = prepare_dataset(
+        _names(sources),
+        Path(out),
+        options,
+        part=None if part is None else WorkPart.parse(part),
+        join=join,
+        workers=workers,
+        engine=engine_named(engine),
+        from_file=None if from_file is None else str(from_file),
+        cache=None if cache is None else Path(cache),
+        progress=progress,
+    )
+    if made.manifest is None:
         left = f"{made.left:,} are left for other parts" if made.left else PARTS_DONE
-        head = f"part {share.index}/{share.count} done in {made.seconds:.1f} s"
+        head = f"part {part} done in {made.seconds:.1f} s"
         shown = Display(f"{made.path}  {head}: {len(made.records):,} ranges; {left}")
-        return _counted(made.path, made.records, made.seconds, made.seconds, shown)
-    shared["engine"] = engine_named(engine)
-    return result_of(prepare_dataset(names, Path(out), options, **shared))
+        return _counted(made, made.records, shown)
+    return result_of(made)
 
 
 def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
@@ -227,6 +228,7 @@ def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
 def result_of(made: Prepared) -> PrepareResult:
     """Return the result of writing a dataset, or of finding it."""
     manifest = made.manifest
+    assert manifest is not None, "a part is shown otherwise"
     # Of masked text, a manifest has the size of what counts alone, and of imported ids none
     has_size = manifest.text_bytes and not manifest.is_masked
     size = f", {amount(manifest.text_bytes, 'bytes')} of text" if has_size else ""
@@ -245,29 +247,24 @@ def result_of(made: Prepared) -> PrepareResult:
     if omitted:
         values.append(("omitted", shortened(omitted, between="\n")))
     done = "already exists" if made.existed else f"written in {made.seconds:.1f} s"
-    rated_s = math.inf if made.existed else made.seconds
     shown = Display(f"{made.path}  {done}", values)
-    return _counted(made.path, [manifest], made.seconds, rated_s, shown)
+    return _counted(made, [manifest], shown)
 
 
 def _counted(
-    path: Path | str,
-    parts: Sequence[Manifest | RangeRecord],
-    seconds: float,
-    rated_s: float,
-    shown: Display,
+    made: Prepared, parts: Sequence[Manifest | RangeRecord], shown: Display
 ) -> PrepareResult:
     """Return the result with the sums of a dataset, or of the ranges of a part."""
     skipped, tokens = Counter[str](), sum(part.tokens for part in parts)
     for part in parts:
         skipped.update({entry.reason: entry.count for entry in part.skipped})
     return PrepareResult(
-        path=path,
+        path=made.path,
         documents=sum(part.documents for part in parts),
         tokens=tokens,
         bytes=sum(part.text_bytes for part in parts),
-        seconds=round(seconds, 3),
-        tokens_per_s=round(tokens / rated_s, 1),
+        seconds=round(made.seconds, 3),
+        tokens_per_s=0.0 if made.existed else round(tokens / made.seconds, 1),
         skipped=skipped.total(),
         skipped_by_reason=dict(skipped),
         shown=shown,

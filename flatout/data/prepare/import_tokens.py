@@ -162,7 +162,7 @@ def import_tokens(
                 )
             rule = NAMED if found.val else f"tail {fraction:g}"
             manifest = writer.finish(source=source, split_rule=rule)
-    return Prepared(out, manifest, time.perf_counter() - started, existed)
+    return Prepared(out, time.perf_counter() - started, manifest, existed)
 
 
 def write_dataset(

@@ -52,31 +52,19 @@ UNREAD_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared dataset, and how long it took."""
+    """A prepared dataset or a part of one, and how long it took."""
 
     path: Path
     """Its directory."""
-    manifest: Manifest
     seconds: float
-    existed: bool
+    manifest: Manifest | None
+    """None while parts are packed."""
+    existed: bool = False
     """Whether this dataset was already there."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens divided by that time, 0 when the dataset was already there."""
-        return 0.0 if self.existed else round(self.manifest.tokens / self.seconds, 1)
-
-
-@dataclass(frozen=True)
-class PreparedPart:
-    """One process's part of a dataset, and how much is left for others."""
-
-    path: Path
-    records: tuple[RangeRecord, ...]
+    records: Sequence[RangeRecord] = ()
     """Records of the ranges in this part."""
-    left: int
+    left: int = 0
     """Ranges that no process has packed yet."""
-    seconds: float
 
 
 Engine = Callable[[Request, int | None], AbstractContextManager[Workers]]
@@ -108,88 +96,65 @@ def prepare_dataset(
     out: Path,
     options: Options,
     *,
+    part: WorkPart | None = None,
+    join: bool = False,
     workers: int | None = None,
     engine: Engine = local,
     **access: Unpack[Access],
 ) -> Prepared:
     """Prepare the dataset of some sources in the directory `out`, completely or not at all.
 
-    A directory that already contains this dataset is left unchanged.
+    A directory that already contains this dataset is left unchanged. With `part`, pack only that
+    part of it, while other processes pack the others. With `join`, publish what they have packed.
 
-    Raises: DataError for unusable text, options, tokenizer or `out`.
+    Raises: DataError for unusable text, options, tokenizer or `out`, when another process packs the
+            same, or naming the parts that are missing for `join`.
     """
     started = time.perf_counter()
     out = expanded(out)
     request = open_request(sources, out, options, **access)
-    with WorkDir(out) as work:
-        manifest = _existing_or_claimed(request, work)
-        existed = manifest is not None
-        if manifest is None:
-            with engine(request, workers) as crew:
-                manifest = _write(work, request, crew)
-    return Prepared(out, manifest, time.perf_counter() - started, existed)
+    manifest = existing_dataset(out, request.source, request.progress)
+    existed, left, records = manifest is not None, 0, list[RangeRecord]()
+    work = WorkDir(out, part)
+    if not existed or work.path.exists():
+        with work:  # another process may have just finished the dataset
+            manifest = existing_dataset(out, request.source, request.progress)
+            existed = manifest is not None
+            if existed:
+                work.clear()
+            elif part is not None:
+                with engine(request, workers) as crew:
+                    plan, packing = plan_work(work, request)
+                    own = [item for item in plan.items if part.has(item.number)]
+                    records = _pack(work, plan, packing, own, crew, request)
+                left = len(plan.items) - len(work.done())
+            else:
+                if join:
+                    _require_parts(work, request)
+                with engine(request, 1 if join else workers) as crew:
+                    manifest = _write(work, request, crew)
+    return Prepared(out, time.perf_counter() - started, manifest, existed, records, left)
 
 
-def prepare_part(
-    sources: Sequence[str],
-    out: Path,
-    options: Options,
-    part: WorkPart,
-    *,
-    workers: int | None = None,
-    **access: Unpack[Access],
-) -> PreparedPart:
-    """Pack one part of the dataset `out`, while other processes pack the others.
+def _require_parts(work: WorkDir, request: Request) -> None:
+    """Check that all parts are done.
 
-    Raises: DataError as `prepare_dataset` does, and when another process is packing this part.
+    Raises: DataError naming those that are missing.
     """
-    started = time.perf_counter()
-    out = expanded(out)
-    request = open_request(sources, out, options, **access)
-    records: list[RangeRecord] = []
-    left = 0
-    with WorkDir(out, part) as work:
-        if _existing_or_claimed(request, work) is None:
-            with local(request, workers) as crew:
-                plan, packing = plan_work(work, request)
-                own = [item for item in plan.items if part.has(item.number)]
-                records = _pack(work, plan, packing, own, crew, request)
-            left = len(plan.items) - len(work.done())
-    return PreparedPart(out, tuple(records), left, time.perf_counter() - started)
-
-
-def join_parts(
-    sources: Sequence[str], out: Path, options: Options, **access: Unpack[Access]
-) -> Prepared:
-    """Join the parts that `prepare_part` packed into the dataset `out`.
-
-    Raises: DataError naming the parts that are missing.
-    """
-    started = time.perf_counter()
-    out = expanded(out)
-    request = open_request(sources, out, options, **access)
-    with WorkDir(out) as work:
-        manifest = existing_dataset(out, request.source, request.progress)
-        existed = manifest is not None
-        if manifest is None:
-            stored = work.plan()
-            if stored is None:
-                raise DataError(
-                    f"No part of {out} is done.",
-                    fix="Do its parts first, with --part 1/N to --part N/N.",
-                )
-            check_same(work, stored, request)
-            missing = sorted({item.number for item in stored.items} - work.done().keys())
-            if missing:
-                raise DataError(
-                    f"{len(missing)} of {len(stored.items)} ranges of {out} are not done"
-                    f"{work.parts_of(missing)}.",
-                    fix="Run those parts again, then --join.",
-                )
-            manifest = _write(work, request, LocalWorkers(1))
-        else:
-            work.clear()
-    return Prepared(out, manifest, time.perf_counter() - started, existed)
+    stored = work.plan()
+    if stored is None:
+        raise DataError(
+            f"No part of {work.out} is done.",
+            fix="Do its parts first, with --part 1/N to --part N/N.",
+        )
+    check_same(work, stored, request)
+    missing = sorted({item.number for item in stored.items} - work.done().keys())
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(stored.items)} ranges of {work.out} are not done"
+            f"{work.parts_of(missing)}.",
+            fix="Run those parts again, then --join.",
+        )
 
 
 def default_workers(tasks: Sequence[ReadTask]) -> int:
@@ -198,17 +163,6 @@ def default_workers(tasks: Sequence[ReadTask]) -> int:
     useful = len(sizes) if 0 in sizes else sum(sizes) // BYTES_PER_WORKER
     cores = min(usable_cores(), cgroup_limits()[0] or useful)
     return max(1, min(cores, useful))
-
-
-def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
-    """Return the manifest of an existing dataset, or claim the work directory and return None."""
-    manifest = existing_dataset(work.out, request.source, request.progress)
-    if manifest is None:
-        work.claim()  # another process may have just finished the dataset
-        manifest = existing_dataset(work.out, request.source, request.progress)
-    if manifest is not None:
-        work.clear()
-    return manifest
 
 
 def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:

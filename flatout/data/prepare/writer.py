@@ -38,6 +38,7 @@ class DatasetWriter:
         self._shard_tokens = shard_tokens
         self._work = WorkDir(expanded(out))
         refuse_occupied(self._work.out)
+        self._work.claim()
         self._work.make()
         self._done: list[ShardEntry] = []
         self._is_open = dict.fromkeys(SPLITS, False)

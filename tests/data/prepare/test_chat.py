@@ -182,7 +182,7 @@ def test_options_that_contradict_conversations_are_rejected(rows, tmp_path):
 
 def test_text_without_rows_has_no_conversations(tmp_path):
     (tmp_path / "book.txt").write_text("Hi")
-    with pytest.raises(DataError, match="contains no chat data"):
+    with pytest.raises(DataError, match="has no rows"):
         prepared(tmp_path / "book.txt", tmp_path)
 
 

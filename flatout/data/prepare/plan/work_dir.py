@@ -86,9 +86,7 @@ class WorkPart:
 
 
 class WorkDir:
-    """The work directory of `out`. As a context manager, owns it, or one part of it, if it exists.
-
-    `claim` creates it.
+    """The work directory of `out`. As a context manager, creates and owns it, or one part of it.
 
     Raises: DataError when another process owns it, or the disk cannot be written.
     """
@@ -110,8 +108,7 @@ class WorkDir:
         self._created_parents: list[Path] = []
 
     def __enter__(self) -> Self:
-        with writing(self.out), contextlib.suppress(FileNotFoundError):
-            self._own()
+        self.claim()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
@@ -242,13 +239,12 @@ class WorkDir:
         Raises: DataError when it is damaged, or was written by a different version of flatout.
         """
         path = self.path / PLAN
-        if not self._locks or not path.is_file():
+        if not path.is_file():
             return None
         return read_stored(path, WorkPlan, work_dir=self.path)
 
     def make(self) -> None:
-        """Create and own the directory, empty unless it is shared with other parts."""
-        self.claim()
+        """Empty the directory, unless it is shared with other parts, and make those inside."""
         with writing(self.out):
             if self._part is None:
                 for path in self.path.iterdir():

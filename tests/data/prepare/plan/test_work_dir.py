@@ -105,9 +105,7 @@ def test_a_range_whose_files_are_lost_is_packed_again(tmp_path, parts, stub_toke
 
 
 def test_a_work_directory_that_its_owner_removes_is_made_again(tmp_path, monkeypatch):
-    path = tmp_path / ".out.part"
-    path.mkdir()
-    lock = fcntl.flock
+    path, lock = tmp_path / ".out.part", fcntl.flock
 
     def late(*how):
         monkeypatch.setattr(fcntl, "flock", lock)
@@ -115,11 +113,7 @@ def test_a_work_directory_that_its_owner_removes_is_made_again(tmp_path, monkeyp
         lock(*how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with WorkDir(tmp_path / "out") as work:
-        assert not path.exists(), "treated as absent"
-        path.mkdir()
-        monkeypatch.setattr(fcntl, "flock", late)
-        work.claim()
+    with WorkDir(tmp_path / "out"):
         assert path.exists(), "made again"
         with (
             pytest.raises(DataError, match="Another process is writing"),
