@@ -36,7 +36,7 @@ from flatout import prepare
 from flatout.assembly.parts import Parts
 from flatout.assembly.speedup import Speedup, Tolerance
 from flatout.config.schema import RunConfig, load_config
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.tokenizers.make import of_characters
 from flatout.hardware import roofline
 from flatout.hardware.machine import fingerprint, probe

@@ -25,7 +25,7 @@ from measurement import facts, in_turns, markdown, parser, publish, spread
 
 from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
 from flatout.data.load.loader import DirectLoader
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import make_tokenizer

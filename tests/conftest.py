@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from flatout.config.schema import load_config
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 
 sys.path.append(str(Path(__file__).parent))

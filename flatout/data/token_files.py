@@ -5,7 +5,6 @@ Nothing in a file is executed. Files are mapped, so they may be larger than memo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 
 from flatout.errors import DataError, in_shell
 from flatout.storage.files import Array
-from flatout.storage.json_io import JsonObject
+from flatout.storage.json_io import JsonObject, read_object
 from flatout.storage.recognised import (
     CHUNK_NAME,
     HEAD_BYTES,
@@ -23,7 +22,6 @@ from flatout.storage.recognised import (
     LLM_C,
     NOT_TOKENS,
     is_text,
-    read_regular,
     recognise,
 )
 from flatout.storage.streams import shortened
@@ -213,21 +211,8 @@ def read_metadata(folder: Path) -> JsonObject:
 
     Raises: DataError when it is not a JSON object.
     """
-    path = folder / METADATA
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError) as error:
-        found, reason = None, str(error)
-    else:
-        reason = "it is not a JSON object"
-    if not isinstance(found, dict):
-        raise DataError(
-            f"{path} cannot be read: {reason}.",
-            fix="Repair it, or move it away: the import does not need it.",
-        )
-    return found
+    path, fix = folder / METADATA, "Repair it, or move it away: the import does not need it."
+    return read_object(path, fix=fix) if path.exists() else {}
 
 
 def check_metadata(folder: Path, metadata: JsonObject, counts: dict[str, int]) -> None:

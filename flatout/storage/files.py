@@ -407,11 +407,6 @@ def unless_broken(error: Exception, fix: str) -> str:
 def disk_fix(error: Exception) -> str:
     """Return the fix for a disk that fails to read or write in a run directory."""
     number = _number_of(error)
-    if number == errno.EIO:
-        return (
-            "The disk failed to read or write (see `dmesg`): check it, "
-            "or copy the run directory to a different disk."
-        )
     if number in _READ_ONLY:
         return (
             "Make it writable, then run the same command again. "
@@ -422,12 +417,9 @@ def disk_fix(error: Exception) -> str:
             "Do not move the run directory during training, and use the same one in all processes. "
             "Then run the same command again."
         )
-    if number == errno.ENAMETOOLONG:
-        return "Choose a shorter path with --run-dir DIR."
-    if is_full(error) and number != errno.EFBIG:
-        return "Free space on that disk, then run the same command again."
     again = "Run the same command again. If it fails again, choose a different one: --run-dir DIR."
-    return unless_broken(error, again)
+    free = "Free space on that disk, then run the same command again."
+    return unless_broken(error, free if is_full(error) else again)
 
 
 def is_full(error: Exception) -> bool:

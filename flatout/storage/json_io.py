@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from flatout.display import Display, displayed, terminal_text
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.storage.files import Stored, open_own, write_text
 from flatout.storage.recognised import open_regular, read_regular
 from flatout.storage.streams import printable
@@ -61,17 +61,28 @@ def write_json(path: Path, document: Json) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, kind: type[UsageError] = CheckpointError, fix: str = RESTORE) -> Any:
     """Return the JSON document in `path`.
 
-    Raises: CheckpointError naming the file when it is missing or is not JSON.
+    Raises: `kind` naming the file when it is missing or is not JSON.
     """
     try:
         return json.loads(read_regular(path))
     except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
+        raise kind(f"Cannot read {path}: {error.strerror}.", fix=fix) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not JSON.", fix=RESTORE) from error
+        raise kind(f"{path} is damaged: it is not JSON.", fix=fix) from error
+
+
+def read_object(path: Path, *, fix: str) -> JsonObject:
+    """Return the JSON object in `path`.
+
+    Raises: DataError naming the file when it is missing or is not an object.
+    """
+    document = read_json(path, kind=DataError, fix=fix)
+    if not isinstance(document, dict):
+        raise DataError(f"{path} is not a JSON object.", fix=fix)
+    return document
 
 
 def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Document:

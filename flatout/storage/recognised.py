@@ -9,6 +9,7 @@ import re
 import stat
 import struct
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -91,8 +92,6 @@ _WHOLE = {
     "dataset": ("a prepared dataset", _TRAIN_ON_IT),
 }
 """The name of each directory of flatout, and what to do with it."""
-_SHARDS = {b'"column_encodings"': "MDS shards", b'"chunk_bytes"': "litdata"}
-"""Keys in the indexes of other tools' token shards, and the name of each format."""
 Found: TypeAlias = tuple[str, str]
 """The name and the fix of a `Recognised`."""
 
@@ -204,10 +203,6 @@ def _has(folder: Path, *names: str) -> bool:
     return all((folder / name).is_file() for name in names)
 
 
-def _parent(path: Path) -> Path:
-    return path.absolute().parent if path.parent == Path() else path.parent
-
-
 def _to_convert(folder: Path) -> Found | None:
     for file, (name, steps) in _TO_CONVERT.items():
         if _has(folder, file):
@@ -221,20 +216,11 @@ def _folder(path: Path) -> Found | None:
         return name, fix.format(in_shell(path))
     if (found := _to_convert(path)) is not None:
         return found
-    for index in (path / "index.json", *sorted(path.glob("*/index.json"))):
-        if index.is_file():
-            with index.open("rb") as file:
-                head = file.read(HEAD_BYTES)
-            for mark, name in _SHARDS.items():
-                if mark in head:
-                    return f"a directory of {name}", _BY_HAND
-    with os.scandir(path) as entries:  # the first ones, and all chunks
+    with os.scandir(path) as entries:
         files = [
             path / entry.name
-            for number, entry in enumerate(entries)
-            if (number < MOST_ENTRIES or CHUNK_NAME.fullmatch(entry.name))
-            and not entry.name.startswith(".")
-            and entry.is_file()
+            for entry in islice(entries, MOST_ENTRIES)
+            if entry.is_file() and not entry.name.startswith(".")
         ]
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
         return "a directory of token chunks", _import_it(path)
@@ -258,7 +244,7 @@ def _file(path: Path) -> Found | None:
     if suffix in _TORCH_SUFFIXES | _WEIGHT_SUFFIXES and (found := _to_convert(folder)):
         return found
     if CHUNK_NAME.fullmatch(path.name):
-        return "a chunk of tokens", _import_it(_parent(path))
+        return "a chunk of tokens", _import_it(folder)
     kind = kind_of(folder)
     if kind == "dataset" and suffix == ".bin":
         return f"a file of the prepared dataset {folder}", _TRAIN_ON_IT.format(in_shell(folder))
@@ -304,22 +290,20 @@ def _archive(path: Path) -> Found | None:
 
 
 def _start_from(path: Path) -> str:
-    """Return how to use weights. A config.json beside a file may mean the whole directory."""
-    is_whole = path.name in _WEIGHTS and _has(path.parent, "config.json")
-    model = path.parent if is_whole else path
-    return f"If it contains weights, start a run from them: train.init_from={in_shell(model)}."
+    return f"If it contains weights, start a run from them: train.init_from={in_shell(path)}."
 
 
 def _import_it(path: Path) -> str:
-    return (
-        f"Import it: `{_import_command(path)}`, where FILE is the tokenizer that made the tokens."
-    )
+    command = _import_command(path)
+    return f"Import it: `{command}`, where FILE is the tokenizer that made the tokens."
 
 
 def _if_tokens(path: Path) -> str:
     """Return how to import a file, if it contains tokens; nanoGPT's two files as a directory."""
-    both, folder = ("train.bin", "val.bin"), _parent(path)
-    command = _import_command(folder if path.name in both and _has(folder, *both) else path)
+    is_one_of_two = path.name in ("train.bin", "val.bin") and _has(
+        path.parent, "train.bin", "val.bin"
+    )
+    command = _import_command(path.parent if is_one_of_two else path)
     return (
         f"If it contains tokens, import it: `{command}`, where FILE is the tokenizer that "
         "made them."
@@ -327,8 +311,7 @@ def _if_tokens(path: Path) -> str:
 
 
 def _import_command(path: Path) -> str:
-    known = path.absolute()
-    out = in_shell(f"data/{known.name if known.is_dir() else known.stem}")
+    out = in_shell(f"data/{path.absolute().name.partition('.')[0]}")
     return f"flatout import {in_shell(path)} --out {out} --tokenizer FILE"
 
 

@@ -48,13 +48,6 @@ def archive(world: World) -> None:
     np.savez(world.path / "tokens.npz", ids=np.arange(50))
 
 
-def litdata(world: World) -> None:
-    """Write an index of litdata without the chunk that it lists."""
-    chunk = {"filename": "chunk-0-0.bin", "chunk_size": 1, "chunk_bytes": 20, "dim": 1}
-    config = {"data_format": ["no_header_tensor:18"], "compression": None}
-    world.write("lit/index.json", json.dumps({"chunks": [chunk], "config": config}))
-
-
 def pickled_array(world: World) -> None:
     """Write an array of Python objects."""
     import numpy as np
@@ -165,13 +158,6 @@ CASES = [
         "tokens.npz is a NumPy archive,",
         "`flatout.write_dataset`",
         archive,
-    ),
-    case(
-        "litdata instead of text",
-        f"prepare lit {NEW}",
-        "lit is a directory of litdata",
-        "`flatout.write_dataset`",
-        litdata,
     ),
     case(
         "weights of another tool for `inspect`",

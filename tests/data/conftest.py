@@ -11,7 +11,7 @@ import pytest
 from failing_proxy import between  # noqa: F401
 from faulty_store import store  # noqa: F401
 
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.store.shards import Dataset
 from flatout.progress import SILENT
 

@@ -153,7 +153,7 @@ def test_the_size_of_a_directory_is_that_of_its_files(tmp_path):
         (errno.ENOSPC, "Free space"),
         (errno.EFBIG, "A file may not be that large here: raise `ulimit -f`"),
         (errno.ENOENT, "Do not move the run directory"),
-        (errno.ENAMETOOLONG, "Choose a shorter path"),
+        (errno.EIO, "The disk failed to read or write"),
     ],
 )
 def test_the_fix_in_a_run_directory_depends_on_the_error(number, fix):

@@ -6,10 +6,10 @@ import sys
 import pytest
 from prepared import Listener, content, prepared, write_rows
 
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
-from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.sources import files
 from flatout.data.sources.packed import NotHandedOut
 from flatout.data.tokenizers import make_tokenizer

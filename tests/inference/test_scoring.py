@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.errors import DataError
 from flatout.inference.load import load_run
 from flatout.inference.scoring import score_run

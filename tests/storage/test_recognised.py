@@ -166,24 +166,6 @@ def test_both_files_of_a_megatron_dataset_are_recognised(tmp_path):
     assert "`flatout.write_dataset`" in caught.value.fix
 
 
-@pytest.mark.parametrize(
-    ("index", "name"),
-    [
-        ('{"shards": [{"column_encodings": ["bytes"]}]}', "a directory of MDS shards"),
-        ('{"chunks": [{"chunk_bytes": 1}]}', "a directory of litdata"),
-    ],
-)
-@pytest.mark.parametrize("inside", ["", "train"])
-def test_a_directory_of_token_shards_is_recognised(tmp_path, index, name, inside):
-    folder = tmp_path / "tokens" / inside
-    folder.mkdir(parents=True)
-    (folder / "index.json").write_text(index)
-    (folder / "shard.00000.mds").write_bytes(b"\1\0\0\0")
-    known = recognise(tmp_path / "tokens")
-    assert known.name == name
-    assert "`flatout.write_dataset`" in known.fix
-
-
 @pytest.mark.parametrize("name", ["best_model.pt", "train.bin", "tokens.npy", "chunk_000003.pt"])
 def test_the_name_of_a_file_is_one_word_of_every_command(tmp_path, name):
     folder = tmp_path / "$(touch X) & more"

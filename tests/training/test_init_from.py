@@ -12,7 +12,7 @@ from fakes import restate
 from safetensors.torch import save_file
 
 from flatout.config.schema import load_config
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, ConfigError, Stopped

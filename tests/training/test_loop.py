@@ -9,7 +9,7 @@ import pytest
 
 from flatout.cli.commands.runs import runs
 from flatout.config.sections import TrainConfig
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, Stopped
 from flatout.inference.load import load_run

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
-from flatout.config.documents import parser_says
 from flatout.config.registry import nearest
 from flatout.errors import DataError
 from flatout.storage.files import Stored, expanded
-from flatout.storage.json_io import JsonObject
+from flatout.storage.json_io import JsonObject, read_object
 from flatout.storage.recognised import read_regular
 
 CHAT_TEMPLATE = "chat_template.json"
@@ -22,6 +19,8 @@ MAX_CHARACTERS = 1 << 20
 """The longest templates in use have about 20,000 characters."""
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 """The files in which Hugging Face stores a tokenizer's template."""
+
+_RESTORE = "Restore it from a copy."
 
 _CHATML = """\
 {% for message in messages %}
@@ -88,10 +87,9 @@ def named_template(name: str, variables: dict[str, str]) -> ChatTemplate:
             if guess
             else f"Use {', '.join(known)}, or a file with a Jinja template.",
         )
-    text = _read(path)
     if path.suffix != ".json":
-        return _made(path, {"name": path.name, "text": text, "variables": variables})
-    document = _parsed(path, text)
+        return _made(path, {"name": path.name, "text": _read(path), "variables": variables})
+    document = read_object(path, fix=_RESTORE)
     if "chat_template" in document:
         found = _of_config(document)
         if found is None:
@@ -108,7 +106,7 @@ def load_template(path: Path) -> ChatTemplate | None:
 
     Raises: DataError when it is damaged.
     """
-    return _made(path, _parsed(path, _read(path))) if path.is_file() else None
+    return _made(path, read_object(path, fix=_RESTORE)) if path.is_file() else None
 
 
 def template_beside(
@@ -142,7 +140,7 @@ def config_in(path: Path) -> JsonObject:
 
     Raises: DataError when it cannot be read.
     """
-    return _parsed(path, _read(path)) if path.is_file() else {}
+    return read_object(path, fix=_RESTORE) if path.is_file() else {}
 
 
 def tokens_in(config: JsonObject) -> dict[str, str]:
@@ -185,15 +183,3 @@ def _read(path: Path) -> str:
         raise DataError(
             f"Cannot read the chat template {path}: {why}.", fix="Check the file."
         ) from error
-
-
-def _parsed(path: Path, text: str) -> JsonObject:
-    try:
-        document: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} is not JSON: {parser_says(error)}.", fix="Restore it from a copy."
-        ) from error
-    if not isinstance(document, dict):
-        raise DataError(f"{path} is not a JSON object.", fix="Restore it from a copy.")
-    return document

@@ -7,16 +7,17 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from flatout.data.prepare.pack.range_files import ShardWriter
 from flatout.data.prepare.pipeline import Prepared
+from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.options import NAMED, parse_rule
-from flatout.data.prepare.request.request import existing_dataset
-from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.store.manifest import SPLITS, SplitName
+from flatout.data.prepare.request.request import existing_dataset, refuse_occupied
+from flatout.data.store.manifest import SPLITS, Manifest, ShardEntry, SplitName
 from flatout.data.store.shards import Dataset
 from flatout.data.token_files import (
     TOKENIZERS,
@@ -29,11 +30,13 @@ from flatout.data.token_files import (
 )
 from flatout.data.tokenizers import Tokenizer, existing_tokenizer, needs_corpus
 from flatout.errors import DataError
-from flatout.progress import SILENT, Progress, Task
-from flatout.storage.files import Array, expanded
+from flatout.progress import SILENT, Progress, Task, counted
+from flatout.storage.files import Array, expanded, writing
 from flatout.storage.json_io import JsonObject
 
 DEFAULT_SPLIT = "tail 0.1"
+SHARD_TOKENS = 64 << 20
+"""Tokens after which the next shard starts."""
 BLOCK_TOKENS = 1 << 20
 """Tokens that are checked and written at a time."""
 Documents = Literal["end-of-text", "chunk"]
@@ -73,6 +76,88 @@ class _Piece:
     """The index of the first token there."""
     ends: bool = True
     """Whether the file or the array ends with it."""
+
+
+class DatasetWriter:
+    """Writes a dataset directory. As a context manager, removes it unless it was finished.
+
+    with DatasetWriter(out, tokenizer) as writer:
+        writer.append("train", tokens, ends, text_bytes=...)
+        manifest = writer.finish(source=..., split_rule=...)
+
+    Raises: DataError when `out` is not empty, another process writes it, or the disk cannot be
+            written.
+    """
+
+    def __init__(
+        self, out: Path | str, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._shard_tokens = shard_tokens
+        self._work = WorkDir(expanded(out))
+        refuse_occupied(self._work.out)
+        self._work.claim()
+        self._work.make()
+        self._done: list[ShardEntry] = []
+        self._is_open = dict.fromkeys(SPLITS, False)
+        self.num_tokens = dict.fromkeys(SPLITS, 0)
+        """Tokens of each split so far."""
+        self._shard = self._next_shard()
+
+    def _next_shard(self) -> ShardWriter:
+        return ShardWriter(self._work.dataset, len(self._done), self._tokenizer.vocab_size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shard.abandon()
+        self._work.clear()
+        self._work.close()
+
+    def append(
+        self,
+        split: SplitName,
+        tokens: Array,
+        ends: Array | Sequence[int],
+        *,
+        text_bytes: int,
+        mask: Array | None = None,
+    ) -> None:
+        """Append tokens to a split, as `ShardWriter.append` does. Full shards are written."""
+        ends = np.asarray(ends, np.int64)
+        start = 0
+        while start < len(tokens):
+            held = sum(counts.tokens for counts in self._shard.counts.values())
+            if held >= self._shard_tokens:
+                self._finish_shard()
+                self._shard, held = self._next_shard(), 0
+            stop = min(start + self._shard_tokens - held, len(tokens))
+            inside = ends[(ends > start) & (ends <= stop)] - start
+            part = None if mask is None else mask[start:stop]
+            self._shard.append(split, tokens[start:stop], inside, text_bytes=text_bytes, mask=part)
+            start, text_bytes = stop, 0
+        self.num_tokens[split] += len(tokens)
+        if len(tokens):
+            self._is_open[split] = not len(ends) or int(ends[-1]) < len(tokens)
+
+    def _finish_shard(self) -> None:
+        with writing(self._work.out):
+            shard = self._shard.finish()
+        self._done += [] if shard is None else [shard]
+
+    def finish(self, *, source: JsonObject, split_rule: str) -> Manifest:
+        """Publish the directory, and return its manifest.
+
+        Tokens after the last end of a split form one more document.
+        """
+        none = np.empty(0, np.uint8)
+        for split in SPLITS:
+            if self._is_open[split]:
+                mask = none if self._shard.is_masked else None
+                self._shard.append(split, none, [0], text_bytes=0, mask=mask)
+        self._finish_shard()
+        return self._work.publish(self._tokenizer, self._done, source=source, split_rule=split_rule)
 
 
 def import_tokens(
@@ -148,7 +233,7 @@ def import_tokens(
             written = _Written(writer, known, options.documents)
             with progress.task("Importing tokens", total=counts["tokens"], unit="tokens") as task:
                 written.write(pieces(), task)
-            written.check(path)
+            _require_both(writer, f"{path} contains", "Set --split 'tail 0.5', or import more.")
             if options.documents == "end-of-text" and not written.num_ends:
                 by_chunk = " With --documents chunk, each file is a document."
                 progress.say(
@@ -197,14 +282,22 @@ def write_dataset(
     with DatasetWriter(out, known) as writer:
         written = _Written(writer, known, "both")
         written.write(pieces())
-        for split, count in written.num_tokens.items():
-            if not count:
-                raise DataError(
-                    f"There are no tokens for {split}.",
-                    fix="Pass at least one array of tokens for each split.",
-                )
+        _require_both(
+            writer, "The arrays contain", "Pass at least one array of tokens for each split."
+        )
         writer.finish(source={"names": ["flatout.write_dataset"]}, split_rule=NAMED)
     return Dataset.open(expanded(out))
+
+
+def _require_both(writer: DatasetWriter, found: str, fix: str) -> None:
+    """Check that both splits have tokens.
+
+    Raises: DataError that starts with `found`.
+    """
+    for split, count in writer.num_tokens.items():
+        if not count:
+            total = sum(writer.num_tokens.values())
+            raise DataError(f"{found} {counted(total, 'token')}, but none for {split}.", fix=fix)
 
 
 def _tokenizer(
@@ -250,7 +343,6 @@ class _Written:
         self._bytes_of[tokenizer.eot_id] = 0
         self._knows_bytes: bool | None = None if tokenizer.has_text else False
         """Whether each token decodes to its own bytes. None until the first tokens are seen."""
-        self.num_tokens = dict.fromkeys(SPLITS, 0)
         self.num_ends = 0
 
     def write(self, pieces: Iterable[_Piece], task: Task | None = None) -> None:
@@ -270,24 +362,9 @@ class _Written:
                     ends = np.union1d(ends, len(tokens))
                 count = self._num_bytes(tokens)
                 self._writer.append(piece.split, tokens, ends, text_bytes=count)
-                self.num_tokens[piece.split] += len(tokens)
                 self.num_ends += len(ends)
                 if task is not None:
                     task.advance(len(tokens))
-
-    def check(self, path: Path) -> None:
-        """Check that both splits have tokens.
-
-        Raises: DataError.
-        """
-        train, val = (self.num_tokens[name] for name in SPLITS)
-        if not train or not val:
-            total = train + val
-            raise DataError(
-                f"{path} contains {total} {'token' if total == 1 else 'tokens'}, but none is "
-                f"for {'training' if val else 'validation'}.",
-                fix="Set --split 'tail 0.5', or import more.",
-            )
 
     def _num_bytes(self, tokens: Array) -> int:
         """Return the UTF-8 bytes that tokens decode to. 0 if they are unknown.

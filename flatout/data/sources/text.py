@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from flatout.config.documents import parser_says
 from flatout.data.sources import BadRow, Document, Location, Row, RowLocation
 from flatout.data.sources.fields import ROW_BYTES, Fields, document, too_long
 from flatout.data.sources.packed import open_bytes
@@ -151,7 +150,7 @@ def _row(line: bytes, path: str, offset: int, fields: Fields) -> Row:
     except json.JSONDecodeError as error:  # the location names the line
         what = f"is not JSON: {error.msg} at column {error.pos + 1}"
     except ValueError as error:
-        what = f"is not JSON: {parser_says(error)}"
+        what = f"is not JSON: {error}"
     except RecursionError:
         what = "is nested too deeply"
     else:

@@ -1,4 +1,4 @@
-"""Opens a dataset directory (written by data/prepare/writer.py) and reads its tokens in sequences.
+"""Opens a dataset directory and reads its tokens in sequences.
 
 A directory contains `manifest.json`, `tokenizer.json`, and for each shard `NNNNN.bin` (flat
 tokens), `NNNNN.ends.bin` (int64, the ends of documents) and, with a loss mask, `NNNNN.mask.bin`

@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from flatout.config.documents import parser_says
 from flatout.config.registry import nearest
 from flatout.config.words import name_for
 from flatout.data.conversation.templates import CONFIG_FILE, config_in, tokens_in
@@ -307,7 +306,7 @@ def _parsed(content: bytes, name: str) -> JsonObject:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{name} is not a tokenizer: it is not JSON ({parser_says(error)}).", fix=_FILES
+            f"{name} is not a tokenizer: it is not JSON ({error}).", fix=_FILES
         ) from error
     if not isinstance(document, dict):
         raise DataError(f"{name} is not a tokenizer.", fix=_FILES)

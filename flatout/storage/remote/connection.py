@@ -107,11 +107,9 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
     except ImportError as error:
         package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
         line = f'pip install "flatout[{extra}]"' if extra else f"pip install {package}"
-        cause = error.__cause__  # the package may be there, and lack another one
-        is_broken = isinstance(cause, ImportError) and cause.name != package
-        state = f"which cannot be imported ({cause})" if is_broken else "which is not installed"
+        cause = error.__cause__ or error  # the package may be there, and lack another one
         raise MissingPackage(
-            f"{_PRESENT_PARTICIPLE[access]} {url} needs the package {package}, {state}.",
+            f"{_PRESENT_PARTICIPLE[access]} {url} needs the package {package}: {cause}.",
             fix=f"Install it: `{line}`.",
         ) from error
     except ValueError as error:

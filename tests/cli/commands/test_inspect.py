@@ -5,7 +5,7 @@ import pytest
 
 from flatout.cli.commands.inspect import inspect
 from flatout.cli.commands.prepare import prepare as prepare_dataset
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.display import terminal_text

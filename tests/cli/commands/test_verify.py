@@ -6,7 +6,7 @@ import pytest
 
 from flatout.cli import main as cli
 from flatout.cli.commands.verify import verify
-from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.training.run_dir import lookup

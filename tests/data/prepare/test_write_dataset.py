@@ -57,8 +57,8 @@ def test_a_tokenizer_may_be_an_object(tmp_path):
 @pytest.mark.parametrize(
     ("train", "val", "tokenizer", "wanted"),
     [
-        ([[1, 2]], [], "byte", "There are no tokens for val"),
-        ([], [[1]], "byte", "There are no tokens for train"),
+        ([[1, 2]], [], "byte", "contain 2 tokens, but none for val"),
+        ([], [[1]], "byte", "contain 1 token, but none for train"),
         ([[1], [2, 257]], [[1]], "byte", r"train, array 1, token 1: the id 257 is outside"),
         ([[1]], [[-1]], "byte", r"val, array 0, token 0: the id -1 is outside"),
         ([[1.5]], [[1]], "byte", "train, array 0 contains float64, not integers"),

@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.prepare.pack import range_files
 from flatout.data.prepare.plan import work_dir
-from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import BLOCK_BYTES
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError

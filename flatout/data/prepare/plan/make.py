@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from pathlib import Path
@@ -28,11 +28,6 @@ from flatout.data.prepare.pack.work_items import (
     cut_to_bytes,
     hash_fraction,
     num_bytes_of,
-)
-from flatout.data.prepare.plan.sample import (
-    prompts_and_texts_of,
-    sample_texts,
-    texts_of,
 )
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.inputs import Corpus
@@ -58,8 +53,14 @@ MANY_DOCUMENTS = 1000
 FEW_DOCUMENTS = 100
 SMALL_FRACTION = 0.05
 """The default fraction between FEW_DOCUMENTS and MANY_DOCUMENTS."""
+SPREAD_TASKS = 64
+"""Maximum read tasks that a bounded sample is taken from."""
+STRIPES = 8
+"""Stripes taken from a long document."""
 NEAR = 0.05
 """A tail starts at a whole document if that changes its size by at most this fraction of it."""
+Reading = Callable[[ReadTask], Iterator[str]]
+"""Yields the texts of a task that are packed: `texts_of` or `prompts_and_texts_of`."""
 
 
 def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
@@ -352,3 +353,56 @@ def _survey(
                 if count in (options.max_documents, enough):
                     return found
     return found
+
+
+def texts_of(task: ReadTask) -> Iterator[str]:
+    """Yield the texts of a task's documents."""
+    return (row.text for row in task.rows() if isinstance(row, Document))
+
+
+def prompts_and_texts_of(task: ReadTask) -> Iterator[str]:
+    """Yield the prompts and the texts of a task's documents.
+
+    A conversation is yielded in pieces, without its special tokens.
+    """
+    for row in task.rows():
+        if isinstance(row, Document) and row.examples:
+            for example in row.examples:
+                yield from example.texts(0, len(example.text))
+        elif isinstance(row, Document):
+            if row.prompt:
+                yield row.prompt
+            yield row.text
+
+
+def sample_texts(
+    tasks: Sequence[ReadTask], limit: int | None, read: Reading = texts_of
+) -> Iterator[str]:
+    """Yield all texts. With a limit, about that many characters of them.
+
+    A bounded sample is spread evenly over the tasks and over long texts. Unusable rows are skipped
+    here. Packing reports them.
+    """
+    if limit is None:
+        yield from (text for task in tasks for text in read(task))
+        return
+    count = min(len(tasks), SPREAD_TASKS)
+    room = limit
+    for number in range(count):
+        budget = room // (count - number)
+        for text in read(tasks[number * len(tasks) // count]):
+            found = _stripes(text, budget)
+            budget -= len(found)
+            room -= len(found)
+            yield found
+            if budget <= 0:
+                break
+
+
+def _stripes(text: str, budget: int) -> str:
+    """Return the text, or, if it exceeds the budget, evenly spread stripes of it."""
+    if len(text) <= budget:
+        return text
+    length = max(budget // STRIPES, 1)
+    starts = ((len(text) - length) * index // (STRIPES - 1) for index in range(STRIPES))
+    return "\n".join(text[start : start + length] for start in starts)
