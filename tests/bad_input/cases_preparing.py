@@ -1,8 +1,6 @@
 """Preparing: limits, validation text, parts, unfinished work."""
 
 import os
-import shutil
-from collections import namedtuple
 from pathlib import Path
 
 from case import Case, World, run_command
@@ -53,15 +51,6 @@ def out_is_a_mount(world: World) -> None:
     world.patch.setattr(os.path, "ismount", lambda path: Path(path).name == "new")
 
 
-def small_disk(world: World) -> None:
-    world.write("large.txt", "x" * 2_000_000)
-    world.patch.setattr(
-        shutil,
-        "disk_usage",
-        lambda _: namedtuple("usage", "total used free")(10**12, 10**12 - 10**6, 10**6),
-    )
-
-
 def validation_files(world: World) -> None:
     """Write text files, and prepare a dataset with one of them as validation text."""
     for name, rows in (("good", 40), ("copy", 40), ("held", 5), ("other", 7), ("none", 0)):
@@ -92,13 +81,6 @@ CASES = [
         ("--max-bad-rows 3",),
         ("--on-bad-row skip",),
         many_rows,
-    ),
-    Case(
-        "too little disk space for the dataset",
-        f"prepare large.txt {NEW}",
-        ("needs about 4.0 MB", "1.0 MB are free in data"),
-        ("--out", "--max-bytes"),
-        small_disk,
     ),
     Case(
         "validation text that is also training text",

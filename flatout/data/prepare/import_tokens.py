@@ -143,8 +143,7 @@ class DatasetWriter:
 
     def _finish_shard(self) -> None:
         with writing(self._work.out):
-            shard = self._shard.finish()
-        self._done += [] if shard is None else [shard]
+            self._done += self._shard.finish()
 
     def finish(self, *, source: JsonObject, split_rule: str) -> Manifest:
         """Publish the directory, and return its manifest.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
@@ -179,7 +180,7 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
         raise error
     return work.publish(
         packing.tokenizer,
-        [record.shard for record in records],
+        chain.from_iterable(record.shards for record in records),
         source=request.source,
         split_rule=plan.rule,
         skipped=[rows.named() for rows in skipped],
@@ -300,7 +301,7 @@ def _empty_split(
     records: Sequence[RangeRecord], request: Request, rule: str, skipped: Iterable[SkippedRows]
 ) -> DataError | None:
     """Return the error for a split without documents, which names a rule that works, or None."""
-    train, val = (sum(record.counts(name).documents for record in records) for name in SPLITS)
+    train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
     names = " ".join(request.source["names"])
     if train and val:
         return None

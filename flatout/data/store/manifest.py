@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import quote, unquote
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -70,6 +68,11 @@ class ShardEntry(Stored):
     crc32: dict[SplitName, tuple[int, int, int]]
     """CRC-32 of the tokens, the ends and the mask of each part. Equal ones are of equal text."""
 
+    @property
+    def files(self) -> list[FileEntry]:
+        """Its files."""
+        return [entry for entry in (self.tokens, self.ends, self.mask) if entry is not None]
+
     def start(self, name: SplitName) -> SplitCounts:
         """Return what is in these files before the part of a split."""
         return SplitCounts() if name == "train" else self.splits["train"]
@@ -94,17 +97,14 @@ def storable(name: str) -> str:
 
 
 def _to_json(location: RowLocation | str) -> tuple[str, int] | str:
-    """Return a location as JSON values, even if the file name is not UTF-8."""
+    """Return a location as JSON values. Of a name that is not UTF-8, no line will be found."""
     if isinstance(location, str):
         return storable(location)
-    name = quote(without_secrets(location.name), safe="/:, ", errors="surrogateescape")
-    return name, location.offset
+    return storable(location.name), location.offset
 
 
 def _from_json(stored: Any) -> Any:
-    if isinstance(stored, RowLocation | str):
-        return stored
-    return RowLocation(unquote(stored[0], errors="surrogateescape"), stored[1])
+    return stored if isinstance(stored, RowLocation | str) else RowLocation(*stored)
 
 
 StoredLocation = Annotated[
@@ -132,7 +132,37 @@ class SkippedRows(Stored):
         return self.model_copy(update={"first": tuple(storable(str(one)) for one in self.first)})
 
 
-class Manifest(Stored):
+class Counted(Stored):
+    """What there is in some shards."""
+
+    shards: tuple[ShardEntry, ...] = ()
+    """The files with tokens, in the order of the text."""
+    cut_documents: int = Field(0, ge=0)
+    """Documents cut at the start of validation. Both splits count them."""
+
+    @property
+    def splits(self) -> dict[SplitName, SplitCounts]:
+        """Contents of train and val."""
+        counts = {name: [shard.splits[name] for shard in self.shards] for name in SPLITS}
+        return {name: sum(parts, SplitCounts()) for name, parts in counts.items()}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in both splits."""
+        return sum(split.tokens for split in self.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents in both splits. One that is cut between them counts once."""
+        return sum(split.documents for split in self.splits.values()) - self.cut_documents
+
+    @property
+    def text_bytes(self) -> int:
+        """Text bytes in both splits."""
+        return sum(split.text_bytes for split in self.splits.values())
+
+
+class Manifest(Counted):
     """The content of a complete dataset directory."""
 
     kind: Literal["dataset"] = "dataset"
@@ -147,16 +177,12 @@ class Manifest(Stored):
     """Number of token ids. Every id is below it."""
     tokenizer: TokenizerEntry
     """The tokenizer that made the tokens."""
-    shards: tuple[ShardEntry, ...]
-    """The files with tokens, in the order of the text."""
     source: JsonObject
     """The source of the text, with every parameter that affected it."""
     split_rule: str
     """How documents were divided into train and val."""
     skipped: tuple[SkippedRows, ...] = ()
     """Rows that were omitted, by reason."""
-    cut_documents: int = Field(0, ge=0)
-    """Documents cut at the start of validation. Both splits count them."""
     sha256: str = ""
     """Digest of the rest of the manifest."""
 
@@ -167,19 +193,8 @@ class Manifest(Stored):
     @property
     def files(self) -> tuple[FileEntry, ...]:
         """Every file in the directory except the manifest."""
-        entries = (
-            entry
-            for shard in self.shards
-            for entry in (shard.tokens, shard.ends, shard.mask)
-            if entry is not None
-        )
-        return (*entries, *self.tokenizer.files)
-
-    @cached_property
-    def splits(self) -> dict[SplitName, SplitCounts]:
-        """Contents of train and val."""
-        counts = {name: [shard.splits[name] for shard in self.shards] for name in SPLITS}
-        return {name: sum(parts, SplitCounts()) for name, parts in counts.items()}
+        shards = chain.from_iterable(shard.files for shard in self.shards)
+        return (*shards, *self.tokenizer.files)
 
     @property
     def is_masked(self) -> bool:
@@ -195,21 +210,6 @@ class Manifest(Stored):
         ]
         text = repr((self.vocab_size, self.dtype, parts))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all splits."""
-        return sum(split.tokens for split in self.splits.values())
-
-    @property
-    def documents(self) -> int:
-        """Documents in all splits. A document cut between them counts once."""
-        return sum(split.documents for split in self.splits.values()) - self.cut_documents
-
-    @property
-    def text_bytes(self) -> int:
-        """Text bytes in all splits."""
-        return sum(split.text_bytes for split in self.splits.values())
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -272,22 +272,25 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
             that of this version of flatout.
     """
     try:
-        version = _Version.model_validate_json(text).format_version
+        document = json.loads(text)
+        version = int(document["format_version"])
         if version == FORMAT_VERSION:
             manifest = Manifest.model_validate_json(text)
-            if _digest(json.loads(text)) == manifest.sha256:
+            if _digest(document) == manifest.sha256:
                 return manifest
             raise DataError(
                 f"{path} is damaged: its content does not match its digest.",
                 fix="Restore it from a copy, or prepare the dataset again into a different "
                 "directory.",
             )
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        what = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
         raise DataError(
-            what, fix="Prepare the dataset again into a different directory."
+            f"{path} is not a manifest: {what}.",
+            fix="Prepare the dataset again into a different directory.",
         ) from error
     newer = version > FORMAT_VERSION
     raise DataError(
@@ -303,9 +306,3 @@ def _digest(document: JsonObject) -> str:
     """Return the digest of a manifest's content, excluding the digest field."""
     rest = {key: value for key, value in document.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-class _Version(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    format_version: int

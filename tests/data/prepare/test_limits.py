@@ -1,52 +1,15 @@
 import gzip
 import json
 import random
-import shutil
-from collections import namedtuple
 
 import pytest
 from prepared import prepared
 
 from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pipeline import BAD_ROWS, BadRowLimit, Options, prepare_dataset
-from flatout.data.prepare.plan.make import check_space
 from flatout.data.store.manifest import FileEntry, ShardEntry, SkippedRows, SplitCounts
-from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.storage.files import Unfinished
-
-USAGE = namedtuple("usage", "total used free")
-
-
-@pytest.fixture
-def free(monkeypatch):
-    def set_free(size):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: USAGE(10**12, 0, size))
-
-    return set_free
-
-
-def test_disk_space_is_checked_before_the_start(tmp_path, free, stub_tokenizer):
-    byte = make_tokenizer("byte", lambda _: ())
-    free(2_000_000)
-    check_space(tmp_path / "a" / "b", [500_000, 500_000], byte)
-    check_space(tmp_path, [3_000_000], stub_tokenizer)
-    check_space(tmp_path, [10**12, 0], byte)
-    with pytest.raises(
-        DataError, match=r"needs about 2\.2 MB of disk space, and 2\.0 MB are free in"
-    ):
-        check_space(tmp_path / "a" / "b", [600_000, 500_000], byte)
-    free(9 * 10**8)
-    with pytest.raises(DataError, match=r"needs about 1\.0 GB of"):
-        check_space(tmp_path, [10**9 * 3 // 2], stub_tokenizer)
-
-
-def test_too_little_disk_space_leaves_no_files(tmp_path, free):
-    (tmp_path / "book.txt").write_text("It was a dark night. " * 100)
-    free(4_000)
-    with pytest.raises(DataError, match="Free space there"):
-        prepared(tmp_path / "book.txt", out=tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
 
 
 def record(documents, bad, left_out=0, first="row"):
@@ -60,7 +23,7 @@ def record(documents, bad, left_out=0, first="row"):
     return RangeRecord(
         number=0,
         num_bytes=0,
-        shard=ShardEntry(tokens=file, ends=file, splits=splits, crc32={}),
+        shards=(ShardEntry(tokens=file, ends=file, splits=splits, crc32={}),),
         skipped=skipped,
         bad_rows=bad,
         first_bad=(first, "is bad"),

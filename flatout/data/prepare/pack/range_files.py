@@ -20,6 +20,7 @@ from flatout.data.prepare.request.options import OnBadRow
 from flatout.data.sources import FIRST_NAMED, BadRow
 from flatout.data.store.manifest import (
     SPLITS,
+    Counted,
     ShardEntry,
     SkippedRows,
     SplitCounts,
@@ -73,7 +74,7 @@ HELD_BYTES = 8 << 20
 COPIED_BYTES = 1 << 20
 
 
-class RangeRecord(Stored):
+class RangeRecord(Counted):
     """The record of a packed range. It is filled while the range is packed."""
 
     model_config = ConfigDict(frozen=False)
@@ -82,8 +83,6 @@ class RangeRecord(Stored):
     """Its index among the ranges."""
     num_bytes: int = Field(ge=0)
     """Approximate bytes that were read."""
-    shard: ShardEntry | None = None
-    """Its files. None without tokens."""
     skipped: list[SkippedRows] = Field(default_factory=list)
     """Rows omitted."""
     bad_rows: int = Field(0, ge=0)
@@ -92,8 +91,6 @@ class RangeRecord(Stored):
     """Location of the first bad row, and its error."""
     unread_bytes: int = Field(0, ge=0)
     """Approximate bytes, out of num_bytes, lost to damage."""
-    cut_documents: int = Field(0, ge=0)
-    """Documents cut where validation begins. Both splits count them."""
 
     def skip_bad(self, row: BadRow, on_bad_row: OnBadRow) -> None:
         """Count a bad row, or raise its error."""
@@ -103,26 +100,6 @@ class RangeRecord(Stored):
         self.first_bad = self.first_bad or (row.location, storable(row.what))
         self.unread_bytes += row.unread_bytes
         count_skipped(self.skipped, row.reason, [row.location])
-
-    @property
-    def documents(self) -> int:
-        """Documents of both splits. A cut one counts once."""
-        return self.counts().documents - self.cut_documents
-
-    def counts(self, *names: SplitName) -> SplitCounts:
-        """Return the contents of the named splits, of both by default."""
-        splits = {} if self.shard is None else self.shard.splits
-        return sum((splits[name] for name in splits if not names or name in names), SplitCounts())
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of both splits."""
-        return self.counts().tokens
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of the text of both splits."""
-        return self.counts().text_bytes
 
 
 def record_path(folder: Path, number: int) -> Path:
@@ -230,8 +207,8 @@ class ShardWriter:
             )
         return self._held[kind]
 
-    def finish(self) -> ShardEntry | None:
-        """Sync and rename the files, and return their entry. None without tokens."""
+    def finish(self) -> tuple[ShardEntry, ...]:
+        """Sync and rename the files, and return their entry, if there are tokens."""
         for kind, held in self._held.items():
             file = self._file(kind)
             held.seek(0)
@@ -240,8 +217,8 @@ class ShardWriter:
             held.close()
         entries = {kind: file.close() for kind, file in self._files.items()}
         if not entries:
-            return None
-        return ShardEntry(
+            return ()
+        shard = ShardEntry(
             tokens=entries[""],
             ends=entries[".ends"],
             mask=entries.get(".mask"),
@@ -250,6 +227,7 @@ class ShardWriter:
                 split: tuple(self._crcs[split, kind] for kind in self._dtypes) for split in SPLITS
             },
         )
+        return (shard,)
 
     def abandon(self) -> None:
         """Remove the files."""

@@ -110,7 +110,7 @@ def pack_range(
     def finish() -> RangeRecord:
         try:
             with writing(packing.folder):
-                record.shard = writer.finish()
+                record.shards = writer.finish()
                 # After a power cut there must be no record without its files. Files without a
                 # record only cost packing the range again.
                 sync(packing.folder / DATASET)

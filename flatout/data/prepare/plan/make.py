@@ -6,15 +6,11 @@ text is tokenised.
 
 from __future__ import annotations
 
-import shutil
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
-from pathlib import Path
-
-import numpy as np
 
 from flatout.data.prepare.pack.range_files import count_skipped, no_documents
 from flatout.data.prepare.pack.tokenize import Packing
@@ -34,14 +30,11 @@ from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.data.prepare.request.request import Request, difference
 from flatout.data.sources import BadRow, Document, LeftOut, ReadTask
-from flatout.data.store.manifest import SkippedRows, token_dtype
+from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import Tokenizer, make_tokenizer
-from flatout.display import amount
 from flatout.errors import DataError, OutputInUse, TooLittleText
 from flatout.progress import SILENT, Progress
 
-TEXT_BYTES_PER_TOKEN = 3.0
-"""Cautious estimate for subword tokenizers: most text has more bytes per token."""
 RANGES = 64
 """Ranges of a corpus between 64 MiB and 4 GiB: enough for many cores to share the work evenly."""
 MIN_RANGE_BYTES, MAX_RANGE_BYTES = 1 << 20, 64 << 20
@@ -77,7 +70,6 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
     if plan is None:
         own = make_plan(request.corpus, request.options, request.progress)
         tokenizer = _tokenizer(request.options.tokenizer, own, request)
-        check_space(work.out, [task.num_bytes for task in own.read_tasks], tokenizer)
         made_for = {"source": request.source, "tokenizer": tokenizer.digest()}
         own = own.model_copy(update=made_for)
         plan = work.begin(own, tokenizer)
@@ -129,23 +121,6 @@ def change_of(work: WorkDir, stored: WorkPlan, request: Request) -> DataError | 
             f"{work.path}, which discards the work done so far.",
         )
     return None
-
-
-def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> None:
-    """Check that the disk has room for the dataset, if its size can be estimated.
-
-    Raises: DataError with the space needed and the space free.
-    """
-    directory = next(parent for parent in out.resolve().parents if parent.is_dir())
-    tokens = sum(task_bytes) / (1.0 if tokenizer.engine == "table" else TEXT_BYTES_PER_TOKEN)
-    size = tokens * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
-    needed, free = int(size), shutil.disk_usage(directory).free
-    if all(task_bytes) and needed > free:
-        raise DataError(
-            f"Preparing the dataset needs about {amount(needed, 'bytes')} of disk space, and "
-            f"{amount(free, 'bytes')} are free in {directory}.",
-            fix="Free space there, choose a different --out, or take less text with --max-bytes.",
-        )
 
 
 def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:

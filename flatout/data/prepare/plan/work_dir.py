@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -51,7 +52,7 @@ from flatout.storage.files import (
 )
 from flatout.storage.json_io import JsonObject
 from flatout.storage.streams import shortened
-from flatout.storage.whole import entry_of
+from flatout.storage.whole import entry_of, problem_of
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"
@@ -284,10 +285,8 @@ class WorkDir:
         """
         incomplete = 0
         for record in records:
-            shard = record.shard
-            entries = [] if shard is None else [shard.tokens, shard.ends, shard.mask]
-            sizes = {self.dataset / entry.name: entry.size_bytes for entry in entries if entry}
-            if any(not path.is_file() or path.stat().st_size != sizes[path] for path in sizes):
+            entries = chain.from_iterable(shard.files for shard in record.shards)
+            if any(problem_of(self.dataset / entry.name, entry, deep=False) for entry in entries):
                 record_path(self.ranges, record.number).unlink()
                 incomplete += 1
         if incomplete:
@@ -299,7 +298,7 @@ class WorkDir:
     def publish(
         self,
         tokenizer: Tokenizer,
-        shards: Iterable[ShardEntry | None],
+        shards: Iterable[ShardEntry],
         *,
         source: JsonObject,
         split_rule: str,
@@ -323,7 +322,7 @@ class WorkDir:
                     digest=tokenizer.digest(),
                     files=tuple(map(entry_of, files)),
                 ),
-                shards=tuple(shard for shard in shards if shard is not None),
+                shards=tuple(shards),
                 source=dict(source),
                 split_rule=split_rule,
                 skipped=tuple(skipped),

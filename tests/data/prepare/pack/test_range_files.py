@@ -9,8 +9,7 @@ from flatout.errors import DataError
 
 
 def test_row_locations_survive_json_for_any_file_name(tmp_path):
-    odd = os.fsdecode(b"/text/caf\xe9 100%41, a.jsonl")
-    places = (RowLocation(odd, 7), "é.parquet, row 3")
+    places = (RowLocation("/text/100%41, é.jsonl", 7), "é.parquet, row 3")
     record = RangeRecord(
         number=0,
         num_bytes=9,
@@ -21,6 +20,10 @@ def test_row_locations_survive_json_for_any_file_name(tmp_path):
     path = tmp_path / "000000.json"
     path.write_text(record.model_dump_json())
     assert read_records(tmp_path) == {0: record}
+    odd = RowLocation(os.fsdecode(b"caf\xe9.jsonl"), 7)
+    stored = record.model_copy(update={"first_bad": (odd, "is bad")}).model_dump_json()
+    shown = RangeRecord.model_validate_json(stored).first_bad[0]
+    assert str(shown) == "caf\ufffd.jsonl, byte 7"
 
 
 def test_secrets_in_urls_are_not_stored():

@@ -32,7 +32,7 @@ def record_range(work, number=0, tokens=()):
     writer = ShardWriter(work.dataset, number, vocab_size=300)
     if len(tokens):
         writer.append("train", np.array(tokens), [len(tokens)], text_bytes=1)
-    record = RangeRecord(number=number, num_bytes=1, shard=writer.finish())
+    record = RangeRecord(number=number, num_bytes=1, shards=writer.finish())
     record_path(work.ranges, number).write_text(record.model_dump_json())
     return record
 
