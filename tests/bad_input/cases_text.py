@@ -217,7 +217,7 @@ CASES = [
     case(
         "a tokenizer file that does not exist",
         "prepare book.txt --out data/new --tokenizer tok/tokenizer.json",
-        "tok/tokenizer.json",
+        "There is no directory tok",
         "Check the path",
     ),
     case(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flatout.data.prepare.pack.tokenize import Packing, pack_range
-from flatout.data.prepare.pack.work_items import Whole, WorkItem
+from flatout.data.prepare.pack.work_items import ALL_VAL, WorkItem
 from flatout.data.prepare.request.options import Options
 from flatout.data.sources import ReadTask
 from flatout.data.tokenizers import make_tokenizer
@@ -77,7 +77,7 @@ def test_the_files_of_a_range_are_synced_before_its_record(tmp_path, done):
     for name in ("ranges", "dataset"):
         (tmp_path / name).mkdir()
     task = ReadTask(lambda: ["a text"], (), "one")
-    item = WorkItem(number=3, num_tasks=1, first=0, assignment=Whole("val"), read_tasks=(task,))
+    item = WorkItem(number=3, num_tasks=1, first=0, assignment=ALL_VAL, read_tasks=(task,))
     pack_range(item, Packing(make_tokenizer("byte", lambda _: ()), Options(), tmp_path))()
     folder = ("sync", "dataset")
     record = [("sync", "000003.json"), ("rename", "000003.json")]

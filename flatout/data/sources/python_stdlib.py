@@ -56,15 +56,13 @@ def choose(root: Path) -> list[str]:
             for name in files
             if name.endswith(".py")
         ]
-    names.sort()
-    chosen = [name for name in names if not _TESTS & set(name.split("/"))]
-    total = sum(_size(root, name) for name in chosen)
-    for name in names:
-        if total >= ENOUGH_BYTES:
+    chosen: list[str] = []
+    total = 0
+    for is_test, name in sorted((not _TESTS.isdisjoint(name.split("/")), name) for name in names):
+        if is_test and total >= ENOUGH_BYTES:
             break
-        if _TESTS & set(name.split("/")):
-            chosen.append(name)
-            total += _size(root, name)
+        chosen.append(name)
+        total += _size(root, name)
     return sorted(chosen)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from flatout.config.registry import nearest
 from flatout.config.words import name_for
 from flatout.data.conversation.templates import CONFIG_FILE, config_in, tokens_in
+from flatout.data.sources.listing import missing
 from flatout.data.tokenizers import make
 from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
@@ -136,12 +137,7 @@ def existing_tokenizer(
             fix=f"{hint}Give {', '.join(FORMS)}, a tokenizer.json or .tiktoken file, or a Hugging "
             f"Face repository such as {_REPOSITORY}.",
         )
-    here = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, here)
-    raise DataError(
-        f"There is no tokenizer file {path}.",
-        fix=f"Did you mean {str(path.parent / near)!r}?" if near else "Check the path.",
-    )
+    raise missing(path)
 
 
 def tokenizer_path(spec: str) -> Path:

@@ -173,5 +173,5 @@ def test_tokenizer_is_made_from_a_repository_name(uses_hub, tmp_path, content):
     tokenizer = make_tokenizer("org/small", lambda limit: TEXTS)
     assert tokenizer.content == content
     (tmp_path / "org").mkdir()
-    with pytest.raises(DataError, match="no tokenizer file org/small"):
+    with pytest.raises(DataError, match="There is no"):
         make_tokenizer("org/small", lambda limit: TEXTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -48,18 +49,9 @@ class ByPosition:
             yield ("train" if index < self.document else "val"), text
 
 
-@dataclass(frozen=True)
-class Whole:
-    """`named`: all documents go to one split."""
-
-    split: SplitName
-
-    def assign(self, text: str, index: int) -> Iterator[tuple[SplitName, str]]:
-        """Yield the whole document with the split."""
-        yield self.split, text
-
-
-Assignment = ByHash | ByPosition | Whole
+Assignment = ByHash | ByPosition
+ALL_TRAIN, ALL_VAL = ByPosition(sys.maxsize, 0), ByPosition(0, 0)
+"""`named`: validation starts after the last document, or with the first."""
 
 
 def hash_fraction(text: str) -> float:

@@ -15,10 +15,11 @@ from itertools import accumulate, chain, repeat
 from flatout.data.prepare.pack.range_files import count_skipped, no_documents
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pack.work_items import (
+    ALL_TRAIN,
+    ALL_VAL,
     Assignment,
     ByHash,
     ByPosition,
-    Whole,
     WorkItem,
     WorkPlan,
     cut_to_bytes,
@@ -127,7 +128,7 @@ def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
     in_parts = request.options.mask_field or request.options.chat
     read = prompts_and_texts_of if in_parts else texts_of
     tasks = plan.read_tasks
-    items = (item for item in plan.items if item.assignment != Whole("val"))
+    items = (item for item in plan.items if item.assignment != ALL_VAL)
     training = [task for item in items for task in item.read_tasks]
 
     def sample(limit: int | None) -> Iterator[str]:
@@ -210,14 +211,14 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
             kind, fraction = "hash", SMALL_FRACTION
     assignment: Assignment = ByHash(fraction)
     if corpus.validation is not None:
-        assignment = Whole("train")
+        assignment = ALL_TRAIN
     elif kind == "tail" and count:
         assignment = _tail(fraction, found, options, " ".join(corpus.names))
     if found.take is not None:
         tasks = tasks[: len(found.taken)]
     held_out = corpus.validation.read_tasks if corpus.validation else ()
     limit = range_bytes(task.num_bytes for task in (*held_out, *tasks))
-    items = _items(held_out, Whole("val"), repeat(0), 0, limit)
+    items = _items(held_out, ALL_VAL, repeat(0), 0, limit)
     items += _items(tasks, assignment, chain(found.taken, repeat(0)), len(items), limit)
     return WorkPlan(
         rule=f"{kind} {fraction:g}" if corpus.validation is None else NAMED,

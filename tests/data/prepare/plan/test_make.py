@@ -3,7 +3,13 @@ import random
 import pytest
 from read_tasks import BAD, tasks_of
 
-from flatout.data.prepare.pack.work_items import ByHash, ByPosition, Whole, hash_fraction
+from flatout.data.prepare.pack.work_items import (
+    ALL_TRAIN,
+    ALL_VAL,
+    ByHash,
+    ByPosition,
+    hash_fraction,
+)
 from flatout.data.prepare.plan import make as stage
 from flatout.data.prepare.plan.make import sample_texts
 from flatout.data.prepare.request.inputs import Corpus
@@ -101,7 +107,7 @@ def test_separate_validation_text_is_taken_whole_and_comes_first(limits, count):
     assert plan.rule == "named"
     assert texts(plan)[:3] == ["v" * 100, "w", "x"]
     assert len(texts(plan)) == 3 + count
-    assert [item.assignment for item in plan.items] == [Whole("val"), Whole("train")]
+    assert [item.assignment for item in plan.items] == [ALL_VAL, ALL_TRAIN]
     assert [item.number for item in plan.items] == [0, 1]
     assert [len(item.read_tasks) for item in plan.items] == [2, len(plan.read_tasks) - 2]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flatout.data.prepare.pack.range_files import RangeRecord, ShardWriter, record_path
-from flatout.data.prepare.pack.work_items import ByHash, ByPosition, Whole
+from flatout.data.prepare.pack.work_items import ALL_TRAIN, ALL_VAL, ByHash, ByPosition
 from flatout.data.prepare.plan.make import make_plan
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.request.inputs import Corpus
@@ -67,7 +67,7 @@ def test_a_plan_with_separate_validation_text_is_restored(tmp_path, parts, stub_
     with WorkDir(tmp_path / "out") as work:
         found = work.begin(plan, stub_tokenizer)
     assert found.restore([*parts[2:], *parts[:2]]) == plan
-    assert [item.assignment for item in found.items] == [Whole("val"), Whole("train")]
+    assert [item.assignment for item in found.items] == [ALL_VAL, ALL_TRAIN]
 
 
 def test_a_work_directory_without_records_is_removed(tmp_path, parts, stub_tokenizer):
