@@ -26,9 +26,8 @@ from flatout.distributed.mesh import Mesh, wrap
 from flatout.errors import HardwareError
 from flatout.hardware.machine import Machine
 from flatout.hardware.roofline import Peak
-from flatout.models.language_model import LanguageModel, model_of
+from flatout.models.language_model import LanguageModel, allocate, model_of, new_model
 from flatout.models.lora import with_adapters
-from flatout.models.meta import allocate, new_model
 from flatout.optim.groups import OptimizerParts, optimizers_of
 from flatout.optim.loss_scale import LossScaler
 from flatout.optim.step_guard import StepGuard

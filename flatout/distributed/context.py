@@ -42,18 +42,11 @@ class Context:
     tokens of causal attention see more keys. A recurrence needs consecutive tokens.
     """
 
-    def spans(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return start and end of this rank's parts of a row of `num_tokens`.
+    def spans(self, num_tokens: int, rank: int | None = None) -> list[tuple[int, int]]:
+        """Return start and end of a rank's parts of a row of `num_tokens`: this one's by default.
 
         Raises: ConfigError when the row cannot be divided.
         """
-        return self._spans(self.rank, num_tokens)
-
-    def spans_of(self, num_own: int) -> list[tuple[int, int]]:
-        """Return start and end of this rank's parts of a row, of which it has `num_own` tokens."""
-        return self.spans(num_own * self.size)
-
-    def _spans(self, rank: int, num_tokens: int) -> list[tuple[int, int]]:
         count = 2 * self.size if self.is_balanced else self.size
         if num_tokens % count:
             raise ConfigError(
@@ -62,6 +55,7 @@ class Context:
                 fix=f"Set data.seq_len to a multiple of {count}.",
             )
         length = num_tokens // count
+        rank = self.rank if rank is None else rank
         parts = [rank, count - 1 - rank] if self.is_balanced else [rank]
         return [(part * length, (part + 1) * length) for part in parts]
 
@@ -84,7 +78,7 @@ class Context:
         num_tokens, parts = own.shape[dim] * self.size, dict[int, Tensor]()
         for rank, each in enumerate(every.unbind()):
             done = 0
-            for start, end in self._spans(rank, num_tokens):
+            for start, end in self.spans(num_tokens, rank):
                 parts[start] = each.narrow(dim, done, end - start)
                 done += end - start
         return torch.cat([parts[start] for start in sorted(parts)], dim)
@@ -185,20 +179,43 @@ class Context:
         return torch.cat((added_BTK.real, added_BTK.imag), dim=-1)
 
 
+def _every(own: Tensor, group: Any, size: int) -> Tensor:
+    every = own.new_empty((size, *own.shape))
+    ALL_GATHER(every.flatten(0, 1), own.contiguous(), group=group)
+    return every
+
+
+def _share(stacked: Tensor, group: Any) -> Tensor:
+    own = torch.empty_like(stacked[0])
+    REDUCE_SCATTER(own, stacked.contiguous().flatten(0, 1), group=group)
+    return own
+
+
 class Gather(torch.autograd.Function):
     """The tensors of all ranks. The gradient of a rank's tensor is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any, size: int) -> Tensor:
         """Return the tensors, stacked by rank."""
-        ctx.group, ctx.size = group, size
-        every = own.new_empty((size, *own.shape))
-        ALL_GATHER(every.flatten(0, 1), own.contiguous(), group=group)
-        return every
+        ctx.group = group
+        return _every(own, group, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of this rank's tensor."""
-        own = torch.empty_like(grad[0])
-        REDUCE_SCATTER(own, grad.contiguous().flatten(0, 1), group=ctx.group)
-        return own, None, None
+        return _share(grad, ctx.group), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """This rank's slice of the sum of stacked tensors over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, stacked: Tensor, group: Any) -> Tensor:
+        """Return the slice."""
+        ctx.group, ctx.size = group, len(stacked)
+        return _share(stacked, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of all slices."""
+        return _every(grad, ctx.group, ctx.size), None

@@ -9,19 +9,18 @@ import atexit
 import gc
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
 from flatout.distributed.launch import LAUNCHER
@@ -29,10 +28,6 @@ from flatout.errors import ConfigError, RunFailed
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
-OTHER_PORT = (
-    "Set a different MASTER_PORT for all processes of the run. `torchrun --standalone` finds a "
-    "free one."
-)
 OF_A_GPU = "cpu:gloo,cuda:nccl"
 """NCCL moves tensors of GPUs. Objects, such as the plan of a run, and offloaded tensors take the
 CPU's way.
@@ -46,8 +41,6 @@ or hash large ones. A process that ends is noticed at once, and the watchdog rep
 """
 STEP_TIMEOUT = timedelta(minutes=10)
 """How long they wait for each other once the first step is done, as `expect_steps` sets it."""
-ANSWER_S = 20.0
-"""How long rank 0 may take to answer the others once its port accepts connections."""
 RELEASE_S = 0.2
 """A thread waits for at most a few of Python's 5 ms switch intervals. The rest is a margin for a
 busy machine.
@@ -69,7 +62,7 @@ def stated_ranks() -> Ranks:
     """Return the ranks that the environment variables give, without connecting.
 
     Without LOCAL_WORLD_SIZE, all processes are assumed to be on this machine.
-    Raises: ConfigError when a variable is missing or not a number.
+    Raises: ConfigError when a variable is missing, or has no value that torchrun sets.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
@@ -79,31 +72,14 @@ def stated_ranks() -> Ranks:
             f"The environment sets some variables of torchrun, but not {', '.join(missing)}.",
             fix=USE_TORCHRUN,
         )
-    texts = [os.environ[name] for name in VARIABLES[:3]]
-    texts.append(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if not all(text.isdigit() for text in texts):
-        raise ConfigError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers, not "
-            f"{', '.join(map(repr, texts))}.",
-            fix=USE_TORCHRUN,
-        )
-    if not os.environ["MASTER_PORT"].isdigit() or not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
-        raise ConfigError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port.",
-            fix="Set it to a free port from 1024 to 65535.",
-        )
-    rank, world_size, local_rank, local_world_size = map(int, texts)
-    if rank >= world_size:
-        raise ConfigError(
-            f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes.", fix=USE_TORCHRUN
-        )
-    if not local_rank < local_world_size <= world_size:
-        raise ConfigError(
-            f"LOCAL_RANK={local_rank} does not exist among LOCAL_WORLD_SIZE={local_world_size} of "
-            f"WORLD_SIZE={world_size} processes.",
-            fix=USE_TORCHRUN,
-        )
-    return Ranks(rank, world_size, local_rank, local_world_size)
+    stated = {name: os.environ[name] for name in VARIABLES if name != "MASTER_ADDR"}
+    stated["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", stated["WORLD_SIZE"])
+    if all(text.isdigit() for text in stated.values()):
+        rank, world_size, local_rank, port, local_world_size = map(int, stated.values())
+        if rank < world_size and local_rank < local_world_size <= world_size and 0 < port < 2**16:
+            return Ranks(rank, world_size, local_rank, local_world_size)
+    listed = ", ".join(f"{name}={text}" for name, text in stated.items())
+    raise ConfigError(f"The environment has {listed}, which is impossible.", fix=USE_TORCHRUN)
 
 
 def expect_steps() -> None:
@@ -179,8 +155,6 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         with _progress_reported(ranks, address), _ended_by_signals():
-            if ranks.rank > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                _require_main_process(address)
             store, _, _ = next(
                 rendezvous(
                     "env://",
@@ -203,7 +177,8 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
             raise ConfigError(
                 f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by a different process on this "
                 "machine.",
-                fix=OTHER_PORT,
+                fix="Set a different MASTER_PORT for all processes of the run. "
+                "`torchrun --standalone` finds a free one.",
             ) from error
         what = (
             f"The {ranks.world_size} processes of this run did not connect at {address}: "
@@ -219,38 +194,6 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun."
             )
         raise RunFailed(what, fix=fix) from error
-
-
-def _require_main_process(address: str) -> None:
-    """Wait until something listens at MASTER_ADDR, and check that it is rank 0 of the run.
-
-    torch waits without end for a process that does not answer, and START_TIMEOUT_S for one that
-    answers something else.
-    Raises: ConfigError; OSError when nothing listens.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    give_up_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=ANSWER_S).close()
-            break
-        except OSError:
-            if time.monotonic() > give_up_s:
-                raise
-            time.sleep(0.1)
-    answered = threading.Event()
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            limit = timedelta(seconds=ANSWER_S)
-            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-            answered.set()
-
-    thread = threading.Thread(target=ask, name="flatout-main-process", daemon=True)
-    thread.start()
-    thread.join(2 * ANSWER_S)
-    if not answered.is_set():
-        raise ConfigError(f"The process at {address} is not rank 0 of this run.", fix=OTHER_PORT)
 
 
 @contextmanager

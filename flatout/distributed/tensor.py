@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatout.distributed.context import ALL_GATHER, REDUCE_SCATTER, Gather
+from flatout.distributed.context import Gather, Scatter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -76,7 +76,7 @@ class Split:
         Returns: (B, S, D).
         """
         stacked_RBSD = torch.stack(partial_BTD.chunk(self.size, dim=1))
-        own_BSD: Tensor = _Scatter.apply(stacked_RBSD, self.group)  # type: ignore[no-untyped-call]
+        own_BSD: Tensor = Scatter.apply(stacked_RBSD, self.group)  # type: ignore[no-untyped-call]
         return own_BSD
 
     def added(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -98,25 +98,6 @@ class Split:
             sizes = [gradient.numel() for gradient in gradients]
             for gradient, added in zip(gradients, torch.split(flat, sizes), strict=True):
                 gradient.copy_(added.view_as(gradient))
-
-
-class _Scatter(torch.autograd.Function):
-    """This rank's slice of the sum of stacked tensors over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, stacked: Tensor, group: Any) -> Tensor:
-        """Return the slice."""
-        ctx.group, ctx.shape = group, stacked.shape
-        own = torch.empty_like(stacked[0])
-        REDUCE_SCATTER(own, stacked.contiguous().flatten(0, 1), group=group)
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradients of all slices."""
-        every = grad.new_empty(ctx.shape)
-        ALL_GATHER(every.flatten(0, 1), grad.contiguous(), group=ctx.group)
-        return every, None
 
 
 def split_of(mesh: DeviceMesh) -> Split:
@@ -169,3 +150,33 @@ def cut_dim(tensor: Tensor) -> int | None:
         return None
     dim: int | None = getattr(tensor.placements[-1], "dim", None)
     return dim
+
+
+def boxes_of(tensor: Tensor, cut: Cut | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return this rank's boxes of a tensor: where each starts in the whole, and its values.
+
+    It is one box, unless ranks share several matrices that the tensor stacks, as `cut` describes.
+
+    Shapes: tensor of any shape; the values share its memory.
+    """
+    if not is_shared(tensor):
+        return [((0,) * tensor.dim(), tensor.detach())]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, part = tensor.device_mesh, tensor.to_local().detach()
+    # The public API has no offset of a DTensor's local part. torch's own checkpoints use this too.
+    _, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    if cut is None or len(cut.parts) == 1 or TENSOR not in (mesh.mesh_dim_names or ()):
+        return [(tuple(starts), part)]
+    dim, rank, size = cut.dim, mesh.get_local_rank(TENSOR), mesh.size(-1)
+    first = starts[dim] - rank * (tensor.shape[dim] // size)  # in what this group's rank has
+    boxes, before, done = [], 0, 0
+    for rows in cut.parts:
+        share = rows // size
+        low, high = max(first, done), min(first + part.shape[dim], done + share)
+        if low < high:
+            there = list(starts)
+            there[dim] = before + rank * share + low - done
+            boxes.append((tuple(there), part.narrow(dim, low - first, high - low)))
+        before, done = before + rows, done + share
+    return boxes

@@ -19,8 +19,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
 from flatout.hardware.machine import pick_device, probe
 from flatout.models.families.export_mark import require_as_exported
 from flatout.models.families.source import ForeignWeights, find_model, is_foreign
-from flatout.models.language_model import LanguageModel
-from flatout.models.meta import allocate, new_model
+from flatout.models.language_model import LanguageModel, allocate, new_model
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.catalog import tokenizer_of
 from flatout.training.checkpoint.merged import MergedWeights, read_merged, shapes_of

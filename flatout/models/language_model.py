@@ -1,5 +1,7 @@
 """The contract of every language model: one forward that contains the loss, in separable parts.
 
+Models are built on the meta device, allocated shard by shard, and drawn tensor by tensor.
+
 A decoder keeps state of the tokens that it has read, so that the next one is cheap.
 
 Letters: B rows, T tokens, D width, V vocabulary.
@@ -23,7 +25,7 @@ from flatout.config.registry import MODELS
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
 from flatout.distributed.context import Context
-from flatout.distributed.tensor import Cut, Split, local
+from flatout.distributed.tensor import Cut, Split, boxes_of, is_shared, local
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
@@ -39,14 +41,29 @@ DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uni
 """What models draw their weights with."""
 
 
-class _Undrawn(TorchFunctionMode):
-    """Skips draws: on the meta device torch would import its compiler for them."""
+class _Drawing(TorchFunctionMode):
+    """Skips draws of tensors without values, for which torch would import its compiler.
+
+    With `cuts`, others are drawn whole, in fp32 on the CPU, and a tensor gets this rank's part.
+    """
+
+    def __init__(self, cuts: Mapping[Tensor, Cut | None] | None = None) -> None:
+        super().__init__()
+        self._cuts = cuts
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if func in DRAWS:
-            return args[0] if args else named["tensor"]
-        return func(*args, **named)
+        target = args[0] if args else named.get("tensor")
+        if func not in DRAWS or not isinstance(target, Tensor):
+            return func(*args, **named)
+        if self._cuts is not None:
+            whole = torch.empty(target.shape)
+            func(whole, *args[1:], **{key: one for key, one in named.items() if key != "tensor"})
+            with torch.no_grad():
+                for there, here in boxes_of(target, self._cuts.get(target)):
+                    box = zip(there, here.shape, strict=True)
+                    here.copy_(whole[tuple(slice(start, start + size) for start, size in box)])
+        return target
 
 
 @dataclass(frozen=True)
@@ -163,11 +180,6 @@ class LanguageModel(nn.Module, ABC):
     config: LanguageModelConfig
     blocks: nn.ModuleList
 
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """What is compiled, recomputed and sharded one by one: the blocks."""
-        return [*self.blocks]
-
     """Called in order, each as block(hidden_BTD, doc_ids_BT, *shared) -> hidden_BTD."""
     context: Context | None = None
     """This rank's part of each row. None means all of it. Only `forward` divides rows."""
@@ -178,6 +190,11 @@ class LanguageModel(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.ops = ops
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """What is compiled, recomputed and sharded one by one: the blocks."""
+        return [*self.blocks]
 
     def set_ops(self, ops: Any) -> None:
         """Replace the functions that the model and its modules call."""
@@ -214,7 +231,7 @@ class LanguageModel(nn.Module, ABC):
     @classmethod
     def on_meta(cls, config: LanguageModelConfig, ops: Ops) -> Self:
         """Return the model on the meta device, for counting and for loading weights into."""
-        with torch.device("meta"), _Undrawn():
+        with torch.device("meta"), _Drawing():
             return cls(config, ops)
 
     @classmethod
@@ -544,6 +561,54 @@ def model_of(
     model_class: type[LanguageModel] = MODELS.get(config.model.kind)
     keys = config.model.own() | {"vocab_size": vocab_size or config.model.vocab_size}
     return model_class, model_class.check(keys, seq_len=seq_len or config.data.seq_len)
+
+
+def new_model(config: RunConfig, ops: Ops) -> LanguageModel:
+    """Return the model of a configuration on the meta device, if its class allows it.
+
+    Any other is built on the CPU: it may compute buffers in its constructor, or draw otherwise.
+    """
+    model_class, model_config = model_of(config)
+    if not vars(model_class).get("draws_everything"):
+        return model_class(model_config, ops)
+    return model_class.on_meta(model_config, ops)
+
+
+def allocate(
+    model: LanguageModel,
+    device: torch.device | str,
+    *,
+    draws: bool,
+    weights_device: torch.device | str | None = None,
+) -> None:
+    """Move a model that `new_model` returned to `device`. With `draws`, draw its weights.
+
+    Only its buffers are moved there if its weights have a `weights_device`.
+
+    Every rank draws whole tensors on the CPU, one by one in the order of `init_weights`, and keeps
+    its part: the values depend neither on the device nor on the number of ranks. Without `draws`
+    the weights are arbitrary. Cost: about a second per 100 million weights drawn; memory for the
+    rank's part of the model, and for its largest tensor.
+    """
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+
+    def moved(tensor: Tensor) -> Tensor:
+        is_weight = isinstance(tensor, nn.Parameter)
+        target = weights_device if is_weight and weights_device is not None else device
+        if not is_meta:
+            return tensor.to(target)
+        if is_shared(tensor):
+            return torch.empty_like(tensor, device=target)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
+
+    model._apply(moved)  # type: ignore[no-untyped-call]
+    if is_meta and draws:
+        cuts = model.tensor_cuts()
+        with _Drawing({p: cuts.get(name) for name, p in model.named_parameters()}):
+            model.init_weights()
+            for name, module in model.named_modules():
+                if name.rpartition(".")[0].endswith(".adapters"):
+                    module.init_weights()
 
 
 def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:

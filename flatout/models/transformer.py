@@ -317,7 +317,9 @@ class Attention(nn.Module):
         if cache is not None and not torch.is_autocast_enabled(qkv_BTE.device.type):
             qkv_BTE = qkv_BTE.to(hidden_BTD.dtype)  # a matmul of few rows has this dtype
         tokens = qkv_BTE.shape[1]
-        spans = [(start, start + tokens)] if context is None else context.spans_of(tokens)
+        spans = (
+            [(start, start + tokens)] if context is None else context.spans(tokens * context.size)
+        )
         if self.rotary is not None:
             cos_TC, sin_TC = self.rotary(spans)
         q_BHTC, k_BGSC, v_BGSC = self.ops.heads(

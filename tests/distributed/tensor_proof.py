@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.distributed.mesh import make_mesh, wrap  # noqa: E402
 from flatout.distributed.rendezvous import connect, disconnect  # noqa: E402
-from flatout.distributed.tensor import cut_dim  # noqa: E402
-from flatout.models.meta import boxes_of  # noqa: E402
+from flatout.distributed.tensor import boxes_of, cut_dim  # noqa: E402
 
 MORE = {
     "neox": {"norm": "layernorm", "bias": True, "parallel_residual": True},

@@ -2,8 +2,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,11 +90,13 @@ def test_an_incomplete_environment_is_rejected(environment, missing):
     [
         *({"RANK": number} for number in ("two", "-1", 2)),
         *({"LOCAL_WORLD_SIZE": number} for number in ("all", 1, 3)),
+        *({"MASTER_PORT": port} for port in ("many", 0, 70000)),
     ],
 )
 def test_impossible_ranks_are_rejected(environment, wrong):
     environment(**COMPLETE | wrong)
-    with pytest.raises(ConfigError, match="RANK"):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f" {name}={value}[ ,].*impossible"):
         connect("cpu")
 
 
@@ -136,29 +136,6 @@ def test_a_port_in_use_is_named(environment, monkeypatch):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request", b"", None])
-def test_another_program_at_the_address_is_named(environment, monkeypatch, answer):
-    """torch would try for ten minutes, and without end if it gets no answer."""
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 1.0)
-    connections = []
-
-    def serve():
-        while True:
-            with suppress(OSError):
-                connections.append(taken.accept()[0])
-                if answer is not None:
-                    connections[-1].sendall(answer)
-                    connections[-1].close()
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        threading.Thread(target=serve, daemon=True).start()
-        port = taken.getsockname()[1]
-        environment(**COMPLETE | {"RANK": 1, "LOCAL_RANK": 1, "MASTER_PORT": port})
-        with pytest.raises(ConfigError, match=f"process at 127.0.0.1:{port} is not rank 0"):
-            connect("cpu")
-    assert not dist.is_initialized()
-
-
 def test_an_error_after_a_restart_names_the_switch_of_torchrun(environment, monkeypatch):
     """torchrun keeps the addresses of the first start, unless this is set."""
     environment(**COMPLETE | {"RANK": 0, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": "1"})
@@ -171,13 +148,6 @@ def test_an_error_after_a_restart_names_the_switch_of_torchrun(environment, monk
     with pytest.raises(RunFailed, match="timed out connecting") as failed:
         connect("cpu")
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in failed.value.fix
-
-
-@pytest.mark.parametrize("port", ["many", "0", "70000"])
-def test_an_invalid_port_is_rejected(environment, port):
-    environment(**COMPLETE | {"MASTER_PORT": port})
-    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port"):
-        connect("cpu")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

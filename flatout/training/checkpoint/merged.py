@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flatout.config.registry import MODELS
+from flatout.distributed.tensor import boxes_of
 from flatout.errors import CheckpointError
 from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import LanguageModel
 from flatout.models.lora import INSIDE, Delta, merge
-from flatout.models.meta import boxes_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import RESTORE, parsing

@@ -19,9 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.distributed.tensor import Cut, is_shared, local
+from flatout.distributed.tensor import Cut, boxes_of, is_shared, local
 from flatout.errors import CheckpointError
-from flatout.models.meta import boxes_of
 from flatout.progress import Task
 from flatout.storage.files import disk_fix
 from flatout.storage.json_io import RESTORE

@@ -6,9 +6,8 @@ import torch
 from flatout.config.schema import load_config
 from flatout.distributed.tensor import Split
 from flatout.errors import ConfigError
-from flatout.models.language_model import model_of
+from flatout.models.language_model import allocate, model_of, new_model
 from flatout.models.lora import with_adapters
-from flatout.models.meta import allocate, new_model
 from flatout.models.transformer import Transformer, TransformerConfig
 from flatout.ops import Ops
 
