@@ -14,9 +14,9 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.assembly.choices import parts_of
 from flatout.assembly.parts import Parts, drop_gradients
@@ -36,7 +37,7 @@ from flatout.hardware.machine import GIB, Machine
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
 from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
-from flatout.ops import STAND_FOR_GPU, Ops
+from flatout.ops import Ops, attention, cross_entropy, scan
 from flatout.optim.adamw import per_parameter
 from flatout.optim.groups import (
     AdamWSettings,
@@ -51,8 +52,10 @@ CUDA_RESERVED = 1.1
 """Assumed ratio of what torch's allocator reserves to what is allocated."""
 USED_MEMORY = 0.8
 """Share of the memory that a micro-batch may fill, by estimate."""
-PER_PARAMETER = 4
-"""Assumed operations of the optimizer's step per trained tensor."""
+PER_PARAMETER = 12
+"""Assumed operations per trained tensor in the step of an AdamW that loops over them."""
+CHUNKS = 3
+"""Chunks of the loss that are traced."""
 PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of the settings by which blocks differ."""
 
@@ -95,7 +98,11 @@ class MemoryEstimate:
     largest: int
     """The largest tensor that a micro-batch creates."""
     operations: int
-    """Operations that an eager step starts, without views. The optimizer's are assumed."""
+    """Operations that an eager step starts, without views."""
+    in_optimizer: int
+    """Those among them that are in the optimizer's step."""
+    optimizer_flops: int
+    """FLOPs of matmuls in the optimizer's step."""
     host: int = 0
     """Weights, gradients and optimizer state of this process in host memory."""
 
@@ -238,7 +245,7 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         kept_on_host = weights + gradients + optimizer
         weights = gradients = optimizer = 0
     else:
-        step = traced.step // shards
+        step = traced.step.peak // shards
         moments.append(Moment("the optimizer's step", gradients, traced.inputs, step))
     parts = (embedding, *traced.blocks, head)
     in_micro_batch = sum(part.operations for part in parts)
@@ -251,7 +258,9 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         workspace=workspace,
         peak=max(moments, key=operator.attrgetter("total")),
         largest=max(part.largest for part in parts),
-        operations=accumulate * in_micro_batch + PER_PARAMETER * len(trained),
+        operations=accumulate * in_micro_batch + traced.step.operations,
+        in_optimizer=traced.step.operations,
+        optimizer_flops=traced.step.flops // shards,
         host=kept_on_host,
     )
 
@@ -275,6 +284,17 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Step:
+    """The optimizer's step."""
+
+    peak: int
+    """Bytes that it needs beside the state."""
+    operations: int
+    flops: int = 0
+    """FLOPs of its matmuls."""
+
+
+@dataclass(frozen=True)
 class _Traced:
     """A model without values, and its parts in the order of a micro-batch."""
 
@@ -283,8 +303,7 @@ class _Traced:
     embedding: Part
     blocks: Sequence[Part]
     head: Part
-    step: int
-    """What the optimizer's step needs beside its state."""
+    step: Step
 
 
 def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
@@ -320,10 +339,13 @@ def _sharded(
     blocks = [list(block.parameters()) for block in model.blocks]
     trained = [[weight for weight in block if weight.requires_grad] for block in blocks]
     sizes = [bytes_of(block) for block in blocks]
-    embedding = model.token_embedding.weight.nbytes
-    outside = bytes_of(model.parameters()) - sum(sizes)
+    layers = [bytes_of(layer.parameters()) for layer in model.layers]
+    outside, embedding = bytes_of(model.parameters()) - sum(layers), 0
     if getattr(model, "unembedding", None) is not None:
+        embedding = model.token_embedding.weight.nbytes
         outside -= embedding  # gathered by itself, and freed
+    if not any(sizes):  # a module that runs its layers in `embed`
+        embedding = max(map(sum, pairwise([0, *layers]))) if workload.reshard else sum(layers)
     first = len(blocks) - 1 if workload.reshard else 0
     present = [  # gathered weights and copies from the host in a block's pass
         outside
@@ -336,7 +358,7 @@ def _sharded(
     extras = [
         *(outside + embedding, *present, outside + sum(sizes[first:])),
         *map(operator.add, reversed(present), reversed(summed)),
-        outside + whole,
+        outside + whole + embedding * (not any(sizes)),
     ]
     shards = replace(
         traced,
@@ -353,15 +375,10 @@ def _sharded(
 @lru_cache(maxsize=64)
 def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
     """Trace each kind of block once, and the parts around them."""
-    dtype = workload.autocast
+    workload, dtype = _as_on_device(workload), workload.autocast
     precision = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
     mode, model = _without_values(workload)
-    with mode, _standing_for_gpu(workload.on_gpu):
-        largest = max((each.numel() for each in _trained(model)), default=0)
-        step = 4 * workload.adamw_copies * largest  # AdamW's need is stated
-        if workload.optim.kind != "adamw":
-            alone = _optimizer_peak(replace(workload, tensor=1))  # it asks for whole parameters
-            step = max(step, alone // workload.tensor)
+    with mode:
         shape = (rows, workload.seq_len)
         tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None
@@ -402,7 +419,7 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
             traced(lambda _: model.embed(tokens_BT), None),
             [part_of[kind] for kind in kinds_of],
             traced(loss),
-            step,
+            _optimizer_step(replace(workload, tensor=1), workload.tensor),
         )
 
 
@@ -418,13 +435,21 @@ def _kind_of(block: nn.Module) -> tuple[object, ...]:
     )
 
 
-@contextmanager
-def _standing_for_gpu(on_gpu: bool) -> Iterator[None]:
-    before = STAND_FOR_GPU.set(on_gpu)
-    try:
-        yield
-    finally:
-        STAND_FOR_GPU.reset(before)
+def _as_on_device(workload: Workload) -> Workload:
+    """Return the workload with ops that need on a CPU, without values, what those of its own do."""
+    ops, on_gpu = workload.ops, workload.on_gpu
+    if ops.cross_entropy is cross_entropy.chunked:
+        at_once = cross_entropy.LOGITS_AT_ONCE["cuda" if on_gpu else "cpu"]
+        ops = replace(ops, cross_entropy=cross_entropy.in_chunks(at_once, CHUNKS))
+    if on_gpu and ops.scan is scan.triton:
+        ops = replace(ops, scan=scan.in_passes)
+    config, has_mask = workload.model_config, workload.document_mask
+    if on_gpu and ops.attention is attention.flex and workload.seq_len > attention.BLOCK_TOKENS:
+        ops, has_mask = replace(ops, attention=attention.fused), False  # its kernel builds no mask
+        config = config.model_copy(update={"window": None} if hasattr(config, "window") else {})
+    # the tensors of bfloat16 are as large, and a CPU has all of its operations
+    dtype = torch.bfloat16 if workload.autocast is torch.float16 else workload.autocast
+    return replace(workload, ops=ops, autocast=dtype, model_config=config, document_mask=has_mask)
 
 
 class _Shapes(Split):
@@ -492,27 +517,39 @@ def _trace_part(
 
 
 @lru_cache(maxsize=64)
-def _optimizer_peak(workload: Workload) -> int:
-    """Return the most that an optimizer other than AdamW needs beside its state, for any rows.
+def _optimizer_step(workload: Workload, num_ranks: int) -> Step:
+    """Return the optimizer's step of one of `num_ranks` that share layers, for any rows.
 
-    It takes two steps, of which the first creates the state. An optimizer that reads values, as
-    `.item()` does, counts as one that needs nothing.
+    AdamW's need is stated. Any other takes two steps, of which the first creates the state, and
+    asks for whole parameters. One that reads values, as `.item()` does, counts as AdamW.
     """
     mode, model = _without_values(workload)
+    trained, copies = _trained(model), workload.adamw_copies
+    stated = Step(
+        4 * copies * max((each.numel() for each in trained), default=0) // num_ranks,
+        PER_PARAMETER * len(trained) if copies else 1,
+    )
+    if workload.optim.kind == "adamw":
+        return stated
     with mode, Live() as live:
-        for parameter in _trained(model):
+        for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         parts = OptimizerParts(_Nothing, workload.newton_schulz)
         try:
             optimizers = OPTIMIZERS.get(workload.optim.kind)(model, workload.optim, parts)
             for _ in range(2):
-                state = live.now
+                state, live.operations = live.now, 0
                 live.restart_peak()
-                for optimizer in optimizers:
-                    optimizer.step()
+                with FlopCounterMode(display=False) as counter:
+                    for optimizer in optimizers:
+                        optimizer.step()
         except RuntimeError:
-            return 0
-    return int(live.peak - state)
+            return stated
+    return Step(
+        max(stated.peak, (live.peak - state) // num_ranks),
+        live.operations,
+        counter.get_total_flops() // num_ranks,
+    )
 
 
 class _Nothing(LightOptimizer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
@@ -14,8 +13,6 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-STAND_FOR_GPU = ContextVar("stand_for_gpu", default=False)
-"""Whether tensors stand for those on a GPU: they have no values, and their memory is counted."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,6 @@ def runs_triton(tensor: Tensor) -> bool:
     Shapes:  any.
     """
     return tensor.is_cuda
-
-
-def on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on an NVIDIA GPU, or stands for one that is.
-
-    Shapes:  any.
-    """
-    return tensor.is_cuda or (not torch.compiler.is_compiling() and STAND_FOR_GPU.get())
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:

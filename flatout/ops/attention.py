@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, on_gpu, product_dtype, runs_triton
+from flatout.ops import at_least_fp32, product_dtype, runs_triton
 
 FEWEST_QUERIES = 8
 """With fewer queries, as in token-by-token decoding, rounding the factors costs more than their
@@ -126,9 +126,7 @@ def _runs_flash(q_BHTC: Tensor, dtype: torch.dtype) -> bool:
     fits = q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= MOST_FLASH
     if not fits or dtype not in (torch.bfloat16, torch.float16):
         return False
-    if not q_BHTC.is_cuda:
-        return on_gpu(q_BHTC)
-    return torch.cuda.get_device_properties(q_BHTC.device).major >= AMPERE
+    return q_BHTC.is_cuda and torch.cuda.get_device_properties(q_BHTC.device).major >= AMPERE
 
 
 def flex(
@@ -160,8 +158,6 @@ def flex(
     fits = head_dim in FLEX_HEADS and q_BHTC.dtype in FLEX_DTYPES
     fits = fits and k_BGSC.shape[2] == num_tokens and _masks_blocks(num_tokens, doc_ids_BS, window)
     if not fits or not runs_triton(q_BHTC):
-        if fits and on_gpu(q_BHTC):  # the kernel builds no mask
-            doc_ids_BS = window = None
         return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, window=window, mask=mask)
     dtype = product_dtype(q_BHTC, q_BHTC)
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
@@ -199,8 +195,6 @@ def masks(
     found: dict[int | None, Mask] = {}
     if attend is bf16 and dtype == torch.float32 and tokens_BT.shape[1] > MOST_KEYS:
         dtype = torch.bfloat16  # in which it calls the fused kernel
-    if attend is flex and on_gpu(tokens_BT) and not tokens_BT.is_cuda:
-        return found  # the blocks take little memory
     for window in {*windows}:
         if doc_ids_BS is None and (window is None or window >= tokens_BT.shape[1]):
             continue

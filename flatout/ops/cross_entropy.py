@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.distributed.tensor import Split
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, linear, on_gpu, product_dtype
+from flatout.ops import at_least_fp32, linear, product_dtype
 
 IGNORED = -1
 """The target of positions that the loss ignores."""
@@ -29,8 +28,6 @@ LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
 """
 LOGITS_IN_CACHE = 2**20
 """How many logits `bf16` turns into gradients at a time."""
-FAKE_CHUNKS = 3
-"""Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
 SCALES = {torch.float16: 2.0**12}
 """Factors that scale the gradients of the logits before they are rounded to a dtype. The matmuls
 divide by them in fp32.
@@ -110,9 +107,9 @@ def _with_chunks(
     targets_BT: Tensor,
     softcap: float | None,
     z_loss: float,
-    split: Split | None = None,
+    loop: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    options = (softcap, z_loss, split)
+    options = (softcap, z_loss, loop)
     given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *options)
     if torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad):
         return _Chunked.apply(*given, weight_VD.requires_grad)  # type: ignore[no-any-return, no-untyped-call]
@@ -138,7 +135,8 @@ def sharded(
     Cost:    as `chunked`, divided among the ranks, and two all-reduces of a few numbers per target.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_PD, targets_BT)
-    loss_sum = _with_chunks(hidden_BTD, weight_PD, targets_BT, softcap, z_loss, split)
+    loop = partial(_loop, partial(_of_shard, split))
+    loss_sum = _with_chunks(hidden_BTD, weight_PD, targets_BT, softcap, z_loss, loop)
     ((start, end),) = split.spans(targets_BT.shape[1])
     return loss_sum, valid_BT[:, start:end].sum()
 
@@ -175,6 +173,15 @@ Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states
 """
 
 
+def in_chunks(at_once: int, most: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `chunked` with at most `at_once` logits, for `most` chunks of the targets alone.
+
+    By the second chunk, everything that needs memory exists.
+    """
+    loop = partial(_loop, _of_chunk, at_once=at_once, most=most)
+    return _variant(partial(_with_chunks, loop=loop))
+
+
 def of_logits(
     logits_BTV: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -199,13 +206,13 @@ class _Chunked(torch.autograd.Function):
         targets_N: Tensor,
         softcap: float | None,
         z_loss: float,
-        split: Split | None,
+        loop: Callable[..., tuple[Tensor, Tensor, Tensor]] | None,
         is_trained: bool,
     ) -> Tensor:
         """Return the loss. Both gradients are kept for backward, unless the weight is frozen."""
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, product_dtype(hidden_ND, weight_VD))
         ctx.is_trained = is_trained
-        given = (hidden_ND, weight_VD, targets_N, softcap, z_loss, split)
+        given = (hidden_ND, weight_VD, targets_N, softcap, z_loss, loop)
         loss_sum, *gradients = _in_chunks(*given, True, is_trained)
         ctx.save_for_backward(*gradients)
         return loss_sum
@@ -239,12 +246,12 @@ class _OverRows(torch.autograd.Function):
     ) -> Tensor:
         """Return the loss. The gradients of the logits are kept for backward."""
         narrow_VD = weight_VD.bfloat16()
-        over_rows: Any = _opaque_rows if torch.compiler.is_compiling() else _over_rows
         given = (hidden_ND.bfloat16(), narrow_VD, targets_N, softcap, z_loss, has_gradients)
-        loss_sum, grad_NV = over_rows(*given)
+        results: tuple[Tensor, Tensor] = _over_rows(*given)
+        loss_sum, grad_NV = results
         if has_gradients:
             ctx.save_for_backward(hidden_ND, narrow_VD, grad_NV)
-        return loss_sum  # type: ignore[no-any-return]
+        return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
@@ -259,6 +266,7 @@ class _OverRows(torch.autograd.Function):
         return grad_ND, grad_VD, None, None, None, None
 
 
+@torch.library.custom_op("flatout::loss_over_rows", mutates_args=())
 def _over_rows(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -290,19 +298,7 @@ def _over_rows(
     return total, logits_NV if has_gradients else logits_NV.new_empty(0)
 
 
-@torch.library.custom_op("flatout::loss_over_rows", mutates_args=())
-def _opaque_rows(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    softcap: float | None,
-    z_loss: float,
-    has_gradients: bool,
-) -> tuple[Tensor, Tensor]:
-    return _over_rows(hidden_ND, weight_VD, targets_N, softcap, z_loss, has_gradients)
-
-
-@_opaque_rows.register_fake
+@_over_rows.register_fake
 def _shapes_over_rows(
     hidden_ND: Tensor, weight_VD: Tensor, _targets: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
@@ -316,14 +312,13 @@ def _in_chunks(
     targets_N: Tensor,
     softcap: float | None,
     z_loss: float,
-    split: Split | None,
+    loop: Any,
     *others: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `_loop`, with matmuls in autocast's dtype."""
+    """Return the result of `_loop`, or another `loop`, with matmuls in autocast's dtype."""
     dtype = product_dtype(hidden_ND, weight_VD)
-    loop: Any = _opaque_loop if torch.compiler.is_compiling() else partial(_loop, _of_chunk)
-    if split is not None:
-        loop = partial(_loop, partial(_of_shard, split))
+    if loop is None:
+        loop = _opaque_loop if torch.compiler.is_compiling() else partial(_loop, _of_chunk)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         results: tuple[Tensor, Tensor, Tensor] = loop(
             hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, softcap, z_loss, *others
@@ -408,8 +403,9 @@ def _loop(
     z_loss: float,
     has_gradients: bool,
     is_trained: bool,
+    **limits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and the gradients of hidden states and weight.
+    """Return the loss and the gradients of hidden states and weight. `limits` are for `_chunks`.
 
     A gradient that is not wanted is an empty tensor. That of the hidden states has the dtype of the
     products, or fp32 when that is float16. That of the weight is accumulated in fp32.
@@ -418,7 +414,7 @@ def _loop(
         hidden_ND, weight_VD, has_gradients, is_trained
     )
     scale = SCALES.get(hidden_ND.dtype, 1.0)
-    for rows, chunk_CD, targets_C in _chunks(hidden_ND, targets_N, len(weight_VD)):
+    for rows, chunk_CD, targets_C in _chunks(hidden_ND, targets_N, len(weight_VD), **limits):
         loss, grad_CV = of_chunk(
             chunk_CD @ weight_VD.t(), targets_C, softcap, z_loss, scale if has_gradients else None
         )
@@ -478,22 +474,25 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, be
     """
     if left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
-    elif not isinstance(left, FakeTensor):  # torch 2.11 cannot fake it. It allocates no memory
+    else:
         torch.addmm(total, left.float(), right.float(), alpha=alpha, beta=beta, out=total)
 
 
 def _chunks(
-    hidden_ND: Tensor, targets_N: Tensor, vocab_size: int, at_once: int | None = None
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    vocab_size: int,
+    at_once: int | None = None,
+    most: int | None = None,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
-    This keeps the number of different lengths small, so that chunks share compiled code. Of
-    tensors without values only a few chunks are yielded, since all need the same memory.
+    This keeps the number of different lengths small, so that chunks share compiled code. At most
+    `most` are yielded.
     """
-    device = "cuda" if on_gpu(hidden_ND) else "cpu"
-    most = FAKE_CHUNKS if isinstance(hidden_ND, FakeTensor) else len(targets_N)
+    at_once = at_once or LOGITS_AT_ONCE["cuda" if hidden_ND.is_cuda else "cpu"]
     size = max(len(targets_N), 1)
-    while size > max((at_once or LOGITS_AT_ONCE[device]) // vocab_size, 1):
+    while size > max(at_once // vocab_size, 1):
         size = -(-size // 2)
     for start in range(0, len(targets_N), size)[:most]:
         rows = slice(start, start + size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, on_gpu, scan_passes, uncompiled
+from flatout.ops import at_least_fp32, runs_triton, scan_passes, uncompiled
 
 SMALLEST_CARRY = 64
 """States are carried between chunks in chunks of at least this many chunks, whatever their size."""
@@ -119,15 +119,33 @@ def triton(
              Keeps the states.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
-    if drive_BTE.dtype == torch.float64 or not on_gpu(drive_BTE):
-        return chunked(
-            log_decay_K,
-            angle_K,
-            drive_BTE,
-            doc_ids_BT=doc_ids_BT,
-            start_BE=start_BE,
-            chunk_size=chunk_size,
-        )
+    is_narrow = drive_BTE.dtype != torch.float64
+    variant = in_passes if is_narrow and runs_triton(drive_BTE) else chunked
+    return variant(
+        log_decay_K,
+        angle_K,
+        drive_BTE,
+        doc_ids_BT=doc_ids_BT,
+        start_BE=start_BE,
+        chunk_size=chunk_size,
+    )
+
+
+def in_passes(
+    log_decay_K: Tensor,
+    angle_K: Tensor,
+    drive_BTE: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    start_BE: Tensor | None = None,
+    chunk_size: int = 128,
+) -> Tensor:
+    """`triton` where its kernels run. Of tensors without values, only the shapes are computed.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Raises:  ShapeError as `reference`; MissingPackage without Triton.
+    """
     _check(log_decay_K, angle_K, drive_BTE, doc_ids_BT, start_BE)
     start_BE = None if start_BE is None else start_BE.float()
     states_BTE: Tensor = scan_passes.states(

@@ -36,6 +36,10 @@ PCI Express of 16 lanes moves 16, 32 or 64 GB/s.
 """
 ADAMW_BYTES, HOST_MEMORY_GB_PER_S = 28, 100.0
 """Bytes per weight that AdamW reads and writes, and the assumed rate of a machine's memory."""
+WEIGHT_BYTES = 14
+"""Bytes per weight that a micro-batch of any size moves: 6 to round it to bf16, 4 to read that in
+both passes, 4 to write its gradient.
+"""
 GATHERED, REDUCED = 2, 4
 """Bytes per weight that are gathered, in bf16, and per gradient that are reduced, in fp32."""
 
@@ -77,8 +81,12 @@ def gpu_time(
     peak_flops: float,
     world_size: int,
     speedups: Collection[str],
-) -> GpuTime:
-    """Return the time of a step of a resolved configuration. `peak_flops` are those of one GPU."""
+    optimizer_flops: int = 0,
+) -> GpuTime | None:
+    """Return the time of a step of a resolved configuration. None for a model without embedding.
+
+    `peak_flops` are those of one GPU, `optimizer_flops` what an optimizer like Muon does on it.
+    """
     model_class, model_config = model_of(config)
     model: Any = model_class.on_meta(model_config, Ops.plain())
     seq_len, parallel = config.data.seq_len, config.parallel
@@ -92,10 +100,15 @@ def gpu_time(
         return figures.get(generation, figures[max(figures)])
 
     rate = peak_flops * newest(MATMUL_SHARE)
-    width, layers = model.token_embedding.weight.shape[1], len(model.blocks)
+    kinds, named = model.parameter_kinds(), model.named_parameters()
+    width = next((each.shape[1] for name, each in named if kinds[name] == "embedding"), None)
+    if width is None:
+        return None
+    layers = len(model.layers)
     moved = MOVED_BYTES["compile" in speedups] * layers * width
     token_s = again * (products + attention / ATTENTION_SHARE) / rate
-    token_s += moved / (row.bandwidth_gb_per_s.value * 1e9)
+    bandwidth = row.bandwidth_gb_per_s.value * 1e9
+    token_s += moved / bandwidth
     tokens = (config.batch.tokens_per_step or 0) / world_size
     accumulate = config.batch.accumulate or 1
     tensor = parallel.tensor
@@ -123,6 +136,7 @@ def gpu_time(
         sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
         exchanged["sharing rows"] = seconds(sent, parallel.context)
     host_s = layers_s = 0.0
+    weights_s = accumulate * WEIGHT_BYTES * weights / bandwidth + optimizer_flops / rate
     if tensor > 1:
         hidden = EXCHANGES * again * layers * tokens * (tensor - 1) * width * GATHERED
         layers_s = seconds(hidden, tensor)
@@ -132,4 +146,6 @@ def gpu_time(
         exchanged["copying gradients to the host"] = accumulate * own / (1e9 * gb_per_s)
         here = min(machine.gpus_per_node, world_size)
         host_s = here * ADAMW_BYTES * weights / shard / (1e9 * HOST_MEMORY_GB_PER_S)
-    return GpuTime(tokens * token_s, exchanged, host_s, layers_s)
+    else:
+        weights_s += ADAMW_BYTES * weights / shard / bandwidth
+    return GpuTime(tokens * token_s + weights_s, exchanged, host_s, layers_s)

@@ -86,7 +86,8 @@ def make_plan(
     notes = [*filter(None, (note, target.note())), *checkpointing_notes(decisions)]
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
-    batches, others = [], (config.batch.accumulate or 1) * target.world_size
+    batches, others = [], target.world_size // config.parallel.per_row
+    others *= config.batch.accumulate or 1
     for each in rows:
         values = {"batch.rows_per_device": each}
         per_step = {"batch.tokens_per_step": each * others * config.data.seq_len}

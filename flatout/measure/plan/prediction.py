@@ -5,6 +5,7 @@ A value that neither measurements nor a data sheet support is None, and every nu
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 from collections.abc import Sequence
@@ -134,10 +135,28 @@ def predict_time(
     rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
     a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
     same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the
-    assumption counts what it takes to start its operations.
+    assumption counts what it takes to start its operations. Rates of other micro-batches are scaled
+    by the assumption's ratio for the two.
     """
     tokens, world_size = config.batch.tokens_per_step or 0, this.world_size
     timed = [run for run in runs if run.tokens_per_s]
+    whole = peak and peak.tflops * 1e12 * world_size / flops_per_token
+
+    @functools.cache
+    def assumed(rows: int, accumulate: int) -> tuple[float, str]:
+        """Return the rate with this micro-batch, and what was assumed."""
+        per_step = rows * accumulate * tokens // (this.rows_per_device * this.accumulate)
+        values = {"rows_per_device": rows, "accumulate": accumulate, "tokens_per_step": per_step}
+        batch = config.batch.model_copy(update=values)
+        other = config.model_copy(update={"batch": batch})
+        needs = memory.estimate if memory else None
+        known = published(this, other, machine, needs)
+        return assumed_rate(other, whole or 0.0, flops_per_token, needs, known, this)
+
+    def scale(rows: int, accumulate: int) -> float:
+        """Return the factor from the rate with this micro-batch to that of `this`."""
+        here = (this.rows_per_device, this.accumulate)
+        return assumed(*here)[0] / assumed(rows, accumulate)[0] if whole else 1.0
 
     def preference(run: PastRun) -> tuple[bool, bool, bool]:
         return run.by == "train", run.rows_per_device == this.rows_per_device, not run.is_busy
@@ -145,7 +164,6 @@ def predict_time(
     same = [run for run in timed if run.digest == this.digest]
     best = max(map(preference, same), default=(False, False, False))
     same = [run for run in same if preference(run) == best][-LAST_RUNS:]
-    whole = peak and peak.tflops * 1e12 * world_size / flops_per_token
     others = [
         run.tokens_per_s * run.flops_per_token / run.world_size
         for run in timed
@@ -155,17 +173,19 @@ def predict_time(
     rate, source = None, "unknown: no peak rate is known for this device"
     if same:
         # Whatever disturbs a run makes it slower, so of two the faster one counts.
-        rate = statistics.median_high(run.tokens_per_s for run in same)
+        rate = statistics.median_high(
+            run.tokens_per_s * scale(run.rows_per_device, run.accumulate) for run in same
+        )
         earlier = f"{counted(len(same), 'earlier run')} of"
         source = earlier if best[0] else f"{counted(len(same), 'measurement')} of bench for"
         source += " this shape here"
         source += "" if best[2] else ", while other processes used the cores"
     elif others:
-        rate = statistics.median(others) * world_size / flops_per_token
+        usual = parts_of(config).most_rows(config.data.seq_len, config.train.device)
+        rate = statistics.median(others) * world_size / flops_per_token * scale(usual, 1)
         source = f"the FLOP/s of {counted(len(others), 'earlier run')} of other shapes here"
     elif whole:
-        operations = memory.estimate.operations if memory and not this.is_compiled else 0
-        rate, source = assumed_rate(config, whole, operations, published(this, config, machine))
+        rate, source = assumed(this.rows_per_device, this.accumulate)
     mfu, steps = rate / whole if rate and whole else None, config.train.steps
     if mfu is not None and mfu > 1:  # other processes used the cores while the peak was measured
         mfu = None
@@ -183,7 +203,9 @@ def predict_time(
     return TimePrediction(rate, wall_s, mfu, source, max(misses) if len(misses) > 1 else None)
 
 
-def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuTime | None:
+def published(
+    this: PastRun, config: RunConfig, machine: Machine | None, needs: MemoryEstimate | None
+) -> GpuTime | None:
     """Return the time of a step by what published runs took. None without a known GPU."""
     row = machine.row if machine and config.train.device.startswith("cuda") else None
     if machine is None or row is None:
@@ -191,35 +213,50 @@ def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuT
     peak = row.peak_tflops.get(parts_of(config).arithmetic("cuda"))
     if peak is None:
         return None
-    kinds = [*this.speedups, *(["compile"] if this.is_compiled else [])]
-    flops = peak.value * 1e12
     return gpu_time(
-        config, machine, row, peak_flops=flops, world_size=this.world_size, speedups=kinds
+        config,
+        machine,
+        row,
+        peak_flops=peak.value * 1e12,
+        world_size=this.world_size,
+        speedups=[*this.speedups, *(["compile"] if this.is_compiled else [])],
+        optimizer_flops=needs.optimizer_flops if needs else 0,
     )
 
 
 def assumed_rate(
-    config: RunConfig, whole: float, operations: int, known: GpuTime | None = None
+    config: RunConfig,
+    whole: float,
+    flops_per_token: float,
+    needs: MemoryEstimate | None,
+    known: GpuTime | None,
+    this: PastRun,
 ) -> tuple[float, str]:
     """Return the tokens per second of all devices, and what was assumed.
 
-    `whole` is the token rate at the peak matmul rate. With the `operations` of an eager step,
-    small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs that
-    are not `known` are assumed to reach what an H100 was measured to (docs/numbers/gpu.md).
+    `whole` is the token rate at the peak matmul rate. If what a step `needs` is known, so are the
+    matmuls of the optimizer and, of a model that is not compiled, the operations: a CPU computes
+    after it has started one, a GPU meanwhile. GPUs that are not `known` are assumed to reach what
+    an H100 was measured to (docs/numbers/gpu.md).
     """
-    on_gpu = config.train.device.startswith("cuda")
-    share = (EAGER_MFU if operations else COMPILED_MFU) if on_gpu else ASSUMED_MFU
-    computing = f"an assumed {share:.0%} of the peak"
-    tokens = config.batch.tokens_per_step or 0
+    on_gpu, tokens = config.train.device.startswith("cuda"), config.batch.tokens_per_step or 0
+    is_eager, operations = needs is not None and not this.is_compiled, 0
+    share = (EAGER_MFU if is_eager else COMPILED_MFU) if on_gpu else ASSUMED_MFU
+    work = tokens + (this.world_size * needs.optimizer_flops / flops_per_token if needs else 0)
+    computing, computing_s = f"an assumed {share:.0%} of the peak", work / (share * whole)
     if known is not None:
-        share, computing = tokens / known.step_s / whole, known.describe()
-    computing_s, starting_s = tokens / (share * whole), operations * STARTING_S
+        computing, computing_s = known.describe(), known.step_s
+    if needs is not None and is_eager:
+        before = needs.operations - needs.in_optimizer
+        operations = before * (config.batch.accumulate or 1) // this.accumulate
+        operations += needs.in_optimizer
+    starting_s = operations * STARTING_S
     starting = f"an assumed {1e6 * STARTING_S:.0f} us to start each of {operations:,} operations"
     if operations and not on_gpu:
         return tokens / (computing_s + starting_s), f"{computing}, and {starting} per step"
     if starting_s > computing_s:
         return tokens / starting_s, f"{starting} per step"
-    return share * whole, computing
+    return tokens / computing_s, computing
 
 
 def trace_memory(
