@@ -66,16 +66,15 @@ def tokens_per_step(run: dict[str, Any]) -> int:
 def predicted(run: dict[str, Any]) -> float:
     """Return the predicted tokens/s of a GPU."""
     config, machine = recipe(run), machine_named(f"{run['gpus']}x {run['gpu']}")
-    assert machine.row is not None
     speedups = [*SPEEDUPS[run["checkpointing"]], *(["compile"] if run["compiled"] else [])]
     time = gpu_time(
         config,
         machine,
-        machine.row,
-        peak_flops=machine.row.peak_tflops["bf16"].value * 1e12,
+        "bf16",
         world_size=run["gpus"],
         speedups=speedups,
     )
+    assert time is not None
     return tokens_per_step(run) / run["gpus"] / time.step_s
 
 

@@ -372,19 +372,17 @@ def _missing_need(
     """
     reason = decision.reason if decision else "not among speedups"
     need, stated = speedup_named(missing), config.train.precision
-    precision = providers().get(missing)
-    rival = next((other.name for other in others if other.sets & need.sets), None)
-    without = f"emove {name}: {_without(name, config)}."
+    precision, asked = providers().get(missing), config.speedups
+    fix = f"emove {name}: {_without(name, config)}."
     if need.reason_against(machine, config):
-        fix = f"R{without}"
+        fix = f"R{fix}"
     elif precision and stated not in ("auto", precision):
-        fix = f"Set train.precision={precision}, or r{without}"
-    elif rival:
-        reason = f"{rival}, which was named, takes its place"
-        instead = adding(removing(rival, config.speedups), [missing])
-        fix = f"Replace {rival} with {missing}: speedups={instead}, or r{without}"
+        fix = f"Set train.precision={precision}, or r{fix}"
     else:
-        fix = f"Add {missing}: speedups={adding(config.speedups, [missing])}, or r{without}"
+        for rival in (other.name for other in others if other.sets & need.sets):
+            reason = f"{rival}, which was named, takes its place"
+            asked = removing(rival, asked)
+        fix = f"Set speedups={adding(asked, [missing])}, or r{fix}"
     return ConfigError(
         f"The speedup {name!r} needs {missing!r}, which is off: {reason.rstrip('.')}.", fix=fix
     )

@@ -31,7 +31,7 @@ from flatout.assembly.choices import parts_of
 from flatout.assembly.parts import Parts, drop_gradients
 from flatout.config.registry import OPTIMIZERS
 from flatout.config.schema import RunConfig
-from flatout.config.sections import LoraConfig, OptimConfig
+from flatout.config.sections import LoraConfig, OptimConfig, ParallelConfig
 from flatout.distributed.tensor import Split
 from flatout.hardware.machine import GIB, Machine
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
@@ -91,8 +91,6 @@ class MemoryEstimate:
     """Tensors that embedding and blocks keep for backward, with low-precision copies of weights."""
     logits: int
     """Peak of final norm, head and loss, including the logits' gradient."""
-    workspace: int
-    """Excess of one block's backward over `logits`, and gathered weights if sharded."""
     peak: Moment
     """The moment of the step at which most memory exists. Parts do not all exist at once."""
     largest: int
@@ -129,8 +127,6 @@ class Workload:
     """Dtype of the matmuls if it differs from the weights'."""
     moments: Callable[[int], int]
     """Number of weights of a tensor -> bytes that AdamW keeps for it."""
-    num_shards: int
-    """Processes over which weights, gradients and optimizer state are sharded."""
     gathers: torch.dtype | None
     """Dtype in which sharded blocks are gathered if it differs from the weights'."""
     activations: Callable[[LanguageModel], object] | None
@@ -149,14 +145,12 @@ class Workload:
     """Adapters. With them, all other weights have no gradients and no optimizer state."""
     on_gpu: bool
     """Whether it runs on a GPU, where some ops work in larger pieces."""
-    is_sharded: bool = False
-    """Whether fully_shard holds the weights: with several shards it does."""
-    tensor: int = 1
-    """Processes that share every layer."""
-    reshard: bool = True
-    """Whether gathered blocks are freed between forward and backward."""
-    offloads: bool = False
-    """Whether shards are in host memory."""
+    parallel: ParallelConfig
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards are in host memory."""
+        return self.parallel.offload == "cpu" and self.on_gpu
 
 
 def workload_of(config: RunConfig, parts: Parts | None = None) -> Workload:
@@ -173,8 +167,6 @@ def workload_of(config: RunConfig, parts: Parts | None = None) -> Workload:
         parts.ops(),
         parts.precision.dtype(),
         moments=parts.moments,
-        num_shards=parallel.shard,
-        tensor=parallel.tensor,
         gathers=gather_dtype(model_class, parts) if parallel.is_sharded else None,
         activations=parts.activations,
         document_mask=config.data.document_mask,
@@ -185,9 +177,7 @@ def workload_of(config: RunConfig, parts: Parts | None = None) -> Workload:
         newton_schulz=parts.newton_schulz,
         adamw_copies=3 if parts.optimizer is per_parameter else 0,
         on_gpu=on_gpu,
-        is_sharded=parallel.is_sharded,
-        reshard=parallel.reshard,
-        offloads=parallel.offload == "cpu" and on_gpu,
+        parallel=parallel,
     )
 
 
@@ -205,9 +195,9 @@ def gather_dtype(model_class: type[LanguageModel], parts: Parts) -> torch.dtype 
 
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
     """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
-    shards, exist = workload.num_shards, workload.gradients_stay or accumulate > 1
-    is_sharded = workload.is_sharded or shards > 1
-    whole = replace(workload, num_shards=1, gathers=None)
+    parallel, exist = workload.parallel, workload.gradients_stay or accumulate > 1
+    shards, is_sharded = parallel.shard, parallel.is_sharded
+    whole = replace(workload, parallel=ParallelConfig(tensor=parallel.tensor), gathers=None)
     traced = gathered = _trace(whole, rows, exist)
     model, embedding, head = traced.model, traced.embedding, traced.head
 
@@ -231,13 +221,10 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
     if is_sharded:
         gathered = _trace(replace(whole, gathers=workload.gathers), rows, False)
     logits = max(head.forward, head.backward)
-    in_block = max((part.backward - part.kept for part in gathered.blocks), default=0)
-    workspace = max(in_block - logits, 0)
     activations = traced.inputs + embedding.kept + sum(part.kept for part in gathered.blocks)
     begin = gradients if exist else 0
     if is_sharded:
         moments = list(_sharded(gathered, workload, begin * (not workload.offloads), own))
-        workspace = max(moment.transient for moment in moments) - logits
     else:
         moments = list(_micro_batch(traced, begin))
     weights, kept_on_host = own_bytes(model.parameters()), 0
@@ -255,7 +242,6 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         optimizer=optimizer,
         activations=activations,
         logits=logits,
-        workspace=workspace,
         peak=max(moments, key=operator.attrgetter("total")),
         largest=max(part.largest for part in parts),
         operations=accumulate * in_micro_batch + traced.step.operations,
@@ -344,12 +330,13 @@ def _sharded(
     if getattr(model, "unembedding", None) is not None:
         embedding = model.token_embedding.weight.nbytes
         outside -= embedding  # gathered by itself, and freed
+    reshards = workload.parallel.reshard
     if not any(sizes):  # a module that runs its layers in `embed`
-        embedding = max(map(sum, pairwise([0, *layers]))) if workload.reshard else sum(layers)
-    first = len(blocks) - 1 if workload.reshard else 0
+        embedding = max(map(sum, pairwise([0, *layers]))) if reshards else sum(layers)
+    first = len(blocks) - 1 if reshards else 0
     present = [  # gathered weights and copies from the host in a block's pass
         outside
-        + sum(sizes[max(number - 1, 0) if workload.reshard else 0 : number + 1])
+        + sum(sizes[max(number - 1, 0) if reshards else 0 : number + 1])
         + 4 * workload.offloads * sum(map(own, block))
         for number, block in enumerate(blocks)
     ]
@@ -419,7 +406,7 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
             traced(lambda _: model.embed(tokens_BT), None),
             [part_of[kind] for kind in kinds_of],
             traced(loss),
-            _optimizer_step(replace(workload, tensor=1), workload.tensor),
+            _optimizer_step(replace(workload, parallel=ParallelConfig()), workload.parallel.tensor),
         )
 
 
@@ -446,7 +433,7 @@ def _as_on_device(workload: Workload) -> Workload:
     config, has_mask = workload.model_config, workload.document_mask
     if on_gpu and ops.attention is attention.flex and workload.seq_len > attention.BLOCK_TOKENS:
         ops, has_mask = replace(ops, attention=attention.fused), False  # its kernel builds no mask
-        config = config.model_copy(update={"window": None} if hasattr(config, "window") else {})
+        config = config.model_copy(update={"window": None})
     # the tensors of bfloat16 are as large, and a CPU has all of its operations
     dtype = torch.bfloat16 if workload.autocast is torch.float16 else workload.autocast
     return replace(workload, ops=ops, autocast=dtype, model_config=config, document_mask=has_mask)
@@ -470,8 +457,8 @@ def _without_values(workload: Workload) -> tuple[FakeTensorMode, LanguageModel]:
     with FakeTensorMode() as mode:
         model = workload.model_class(workload.model_config, workload.ops)
         model = with_adapters(model, workload.lora)
-        if workload.tensor > 1:
-            split = _Shapes(None, 0, workload.tensor)
+        if workload.parallel.tensor > 1:
+            split = _Shapes(None, 0, workload.parallel.tensor)
             model.share_layers(split, seq_len=workload.seq_len)
             for name, cut in model.tensor_cuts().items():
                 whole, (owner, _, last) = model.get_parameter(name), name.rpartition(".")

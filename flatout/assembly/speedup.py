@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -25,15 +23,6 @@ from flatout.hardware.machine import Machine
 
 Check = Callable[[Machine, RunConfig], str | None]
 """Returns one sentence on why a speedup cannot or should not run, or None."""
-NOISE = {
-    "torchao": r"Failed to load \S+/_C\w*\.\S*so: ",
-    "torch.utils._pytree": (
-        r"<enum 'KernelPreference'> is an Enum subclass and is now natively supported"
-    ),
-}
-"""The start of each hidden line, by logger: torchao's kernels for unused formats and other Python
-versions, and a deprecation between torchao and torch.
-"""
 MODEL_OPS = frozenset({"attention", "heads", "linear", "scan"})
 """Ops that a model may or may not call. Its file states which, as USES."""
 
@@ -239,33 +228,20 @@ def without_compiler(machine: Machine, config: RunConfig) -> str | None:
 
 
 def load_package(module: str, speedup: str, extra: str) -> ModuleType:
-    """Import and return a module of an optional package, without its startup messages.
+    """Import and return a module of an optional package.
 
+    Its log is silent meanwhile: torchao warns of kernels for formats that nothing here uses.
     Raises: MissingPackage with the command to install it.
     """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        with without_noise():
-            return importlib.import_module(module)
+        return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise MissingPackage(
             f"The speedup {speedup!r} needs the package {package}, which is not installed.",
             fix=f'Install it: `pip install "flatout[{extra}]"`.',
         ) from error
-
-
-@contextmanager
-def without_noise() -> Iterator[None]:
-    """Return a context that hides the log lines in `NOISE` and shows all others."""
-
-    def shows(record: logging.LogRecord) -> bool:
-        return re.match(NOISE[record.name], record.getMessage()) is None
-
-    loggers = [logging.getLogger(name) for name in NOISE]
-    for logger in loggers:
-        logger.addFilter(shows)
-    try:
-        yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(shows)
+        logging.disable(before)

@@ -11,6 +11,7 @@ Source: Hu et al. 2021, arXiv:2106.09685.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -187,7 +188,7 @@ def _checked_targets(targets: Sequence[str], layers: Mapping[str, Mapping[str, R
     if not known:
         raise ConfigError(
             "The blocks of this model have no linear layers that can be adapted.",
-            fix="Remove lora.rank, or build them from flatout.models.layers.Linear.",
+            fix="Remove lora.rank, or write blocks of flatout.models.layers.Linear.",
         )
     for target in targets:
         if target != EVERY and target not in known:
@@ -203,6 +204,24 @@ def _checked_targets(targets: Sequence[str], layers: Mapping[str, Mapping[str, R
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapters of a model by name, such as `blocks.0.attention.qkv.adapters.q`."""
     return {name: each for name, each in model.named_modules() if isinstance(each, Adapter)}
+
+
+def parameters_by_part(model: LanguageModel) -> dict[str, int]:
+    """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
+
+    Adapters (LoRA) are a separate part. A tied head counts as the embedding.
+    """
+    kinds, found = model.parameter_kinds(), Counter[str]()
+    for name, parameter in model.named_parameters():
+        words, kind = name.split("."), kinds[name]
+        if INSIDE in name:
+            part = "adapters"
+        elif words[0] == "blocks" and len(words) > 3:
+            part = f"blocks.{words[2]}"
+        else:
+            part = kind if kind in ("embedding", "head") else "other"
+        found[part] += parameter.numel()
+    return dict(found)
 
 
 @dataclass(frozen=True)

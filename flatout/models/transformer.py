@@ -285,10 +285,6 @@ class Attention(nn.Module):
         self.key_norm = layers.RMSNorm(size, eps=eps) if config.qk_norm else None
         self.rotary = rotary
 
-    def extra_repr(self) -> str:
-        """Return what distinguishes a layer from others with the same modules."""
-        return "" if self.window is None else f"window={self.window}"
-
     def forward(
         self,
         hidden_BTD: Tensor,

@@ -124,9 +124,11 @@ def fused(
 def _runs_flash(q_BHTC: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the flash kernel runs on the GPU of these queries in this dtype."""
     fits = q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= MOST_FLASH
-    if not fits or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return q_BHTC.is_cuda and torch.cuda.get_device_properties(q_BHTC.device).major >= AMPERE
+    return fits and dtype in (torch.bfloat16, torch.float16) and _has_flash(q_BHTC.device)
+
+
+def _has_flash(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).major >= AMPERE
 
 
 def flex(

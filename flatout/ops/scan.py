@@ -119,23 +119,22 @@ def triton(
              Keeps the states.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
-    is_narrow = drive_BTE.dtype != torch.float64
-    variant = in_passes if is_narrow and runs_triton(drive_BTE) else chunked
-    return variant(
-        log_decay_K,
-        angle_K,
-        drive_BTE,
-        doc_ids_BT=doc_ids_BT,
-        start_BE=start_BE,
-        chunk_size=chunk_size,
-    )
+    if drive_BTE.dtype == torch.float64 or not runs_triton(drive_BTE):
+        return chunked(
+            log_decay_K,
+            angle_K,
+            drive_BTE,
+            doc_ids_BT=doc_ids_BT,
+            start_BE=start_BE,
+            chunk_size=chunk_size,
+        )
+    return in_passes(log_decay_K, angle_K, drive_BTE, doc_ids_BT, start_BE, chunk_size)
 
 
 def in_passes(
     log_decay_K: Tensor,
     angle_K: Tensor,
     drive_BTE: Tensor,
-    *,
     doc_ids_BT: Tensor | None = None,
     start_BE: Tensor | None = None,
     chunk_size: int = 128,

@@ -8,7 +8,7 @@ OFF = Off("it costs a third more compute: use it where memory is short", when_sh
 
 def apply(parts: Parts) -> None:
     """Recompute whole layers."""
-    parts.activations = named("flatout.assembly.recompute:recompute_layers")
+    parts.activations = named("flatout.models.recompute:recompute_layers")
 
 
 SPEEDUP = Speedup(

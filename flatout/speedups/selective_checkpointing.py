@@ -31,7 +31,7 @@ OFF = Off("it costs some compute: use it where memory is short", when_short=True
 def _recompute(model: LanguageModel) -> None:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    from flatout.assembly.recompute import recompute_layers
+    from flatout.models.recompute import recompute_layers
 
     def policy(_context: object, operation: Any, *_inputs: Any, **_options: Any) -> object:
         is_kept = operation.name() in KEPT

@@ -15,17 +15,16 @@ import torch
 
 from flatout.assembly.memory import (
     USED_MEMORY,
-    Workload,
+    MemoryEstimate,
     estimate,
     free_bytes,
-    memory_bytes,
     workload_of,
 )
 from flatout.assembly.parts import divisors
-from flatout.assembly.recompute import recompute_layers
 from flatout.assembly.run import Run
 from flatout.display import memory_size
 from flatout.errors import ConfigError, OutOfMemory, RunFailed, SmallerBatch
+from flatout.models.recompute import recompute_layers
 from flatout.progress import counted
 from flatout.training.run_dir import layout
 
@@ -50,6 +49,10 @@ PEER_LEFT = ("Connection closed by peer", "Connection reset by peer")
 """Gloo's messages when another process has exited."""
 TIMED_OUT = "Timed out waiting"
 """Gloo's message when a collective takes longer than `rendezvous.STEP_TIMEOUT`."""
+PARTS = ("weights", "optimizer", "gradients", "activations", "logits")
+"""Parts of the memory that an error lists."""
+SMALL_BYTES = 32
+"""Twice the bytes of a weight with its gradient and AdamW's state."""
 MAX_SHARE_LEFT = 0.95
 """A setting is suggested when it reduces the need to at most this share."""
 OTHERWISE = (
@@ -155,45 +158,55 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory(run: Run) -> OutOfMemory:
     """Return the error for a run out of memory: what needs how much, and what needs less."""
-    workload, free = workload_of(run.config), _free_bytes(run)
-    rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
+    need, free, rows = _need(run), _free_bytes(run), counted(run.rows_per_device, "row")
     where = "in the optimizer's step " if run.is_updating else ""
-    what = f"Out of memory {where}at step {run.step}: this run "
+    needs = f"has {rows} per device"
+    if need is not None:
+        sizes = (f"{name} {memory_size(getattr(need, name))}" for name in PARTS)
+        needs = f"needs about {memory_size(need.total)} with {rows} per device "
+        needs += f"({', '.join(sizes)}; most in {need.peak.name})"
     has = "GPU" if run.mesh.device.type == "cuda" else "machine"
-    has = f"the {has} has {memory_size(free)} for it"
-    try:
-        need = estimate(workload, rows, accumulate)
-    except Exception:  # a custom model may need values, and the error at hand matters more
-        half = fewer_rows(rows, accumulate)
-        return OutOfMemory(
-            f"{what}has {counted(rows, 'row')} per device, and {has}.",
-            fix=f"Set {rows_advice(half, rows * accumulate)}" if half else OTHERWISE,
-        )
-    sizes = {
-        "weights": need.weights,
-        "optimizer state": need.optimizer,
-        "gradients": need.gradients,
-        "activations": need.activations,
-        "logits": need.logits,
-    }
-    parts = ", ".join(f"{name} {memory_size(size)}" for name, size in sizes.items())
     return OutOfMemory(
-        f"{what}needs about {memory_size(need.total)} with {counted(rows, 'row')} per device "
-        f"({parts}; most in {need.peak.name}), and {has}.",
-        fix=_fix(run, workload, need.total, free),
+        f"Out of memory {where}at step {run.step}: this run {needs}, and the {has} has "
+        f"{memory_size(free)} for it.",
+        fix=_fix(run, need, free),
     )
+
+
+def shortage(run: Run, *, rows_are_auto: bool) -> list[str]:
+    """Return a sentence if a run needs more memory than is free, by estimate.
+
+    It takes half a second on a CPU, where it is left out for small models with rows of flatout's
+    choice.
+    """
+    free, on_cpu = _free_bytes(run), run.mesh.device.type == "cpu"
+    is_small = SMALL_BYTES * sum(p.numel() for p in run.trained()) < free
+    need = None if on_cpu and rows_are_auto and is_small else _need(run)
+    if need is None or need.total <= free:
+        return []
+    return [
+        f"By estimate this run needs {memory_size(need.total)}, and {memory_size(free)} are free: "
+        "it may run out of memory, or swap. `flatout plan` shows what needs less."
+    ]
+
+
+def _need(run: Run) -> MemoryEstimate | None:
+    try:
+        accumulate = run.config.batch.accumulate or 1
+        return estimate(workload_of(run.config), run.rows_per_device, accumulate)
+    except Exception:  # a custom model may need values, and what is said of it matters less
+        return None
 
 
 def _free_bytes(run: Run) -> int:
     """Return the memory of this process. What it has already counts as free."""
-    device, ranks = run.config.train.device, run.mesh.local_world_size
+    free = free_bytes(run.machine, run.config.train.device, run.mesh.local_world_size) or 0
     if run.mesh.device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(run.mesh.device)
-        return memory_bytes(run.machine, device, ranks) + reserved
-    return free_bytes(run.machine, device, ranks) or 0
+        free += torch.cuda.memory_reserved(run.mesh.device)
+    return free
 
 
-def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
+def _fix(run: Run, need: MemoryEstimate | None, free: int) -> str:
     if run.is_updating:  # a smaller micro-batch does not help there
         return (
             "Use an optimizer with less state (+adamw-8bit in speedups), shard it over several "
@@ -201,23 +214,19 @@ def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
             "last checkpoint."
         )
     rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
-    if leanest := dict(workload.model_class.leanest(workload.model_config)):
-        leaner = replace(workload, model_config=workload.model_config.model_copy(update=leanest))
-        before, after = estimate(workload, rows).total, estimate(leaner, rows).total
-        if after <= MAX_SHARE_LEFT * before:
-            words = " ".join(f"model.{key}={value}" for key, value in leanest.items())
-            saved = memory_size(before - after)
-            return f"Set {words}: it changes no result and saves about {saved}."
-    fixes, share, usable = [], rows * accumulate, int(USED_MEMORY * free)
+    share, workload = rows * accumulate, workload_of(run.config)
     fewer = [*divisors(share, rows // 2)]
+    if need is None:
+        return f"Set {rows_advice(fewer[0], share)}" if fewer else OTHERWISE
+    fixes, usable = [], int(USED_MEMORY * free)
     fits = (less for less in fewer if estimate(workload, less, share // less).total <= usable)
     if fewer:
         fixes.append(f"Set {rows_advice(next(fits, fewer[0]), share)}")
     if run.parts.activations is None:
         recomputing, less = replace(workload, activations=recompute_layers), 0
         with suppress(ConfigError):  # a module without a list of layers
-            less = need - estimate(recomputing, rows, accumulate).total
-        if less > (1 - MAX_SHARE_LEFT) * need:
+            less = need.total - estimate(recomputing, rows, accumulate).total
+        if less > (1 - MAX_SHARE_LEFT) * need.total:
             fixes.append(
                 f"{'Or add' if fixes else 'Add'} activation checkpointing (+checkpointing in "
                 f"speedups): about {memory_size(less)} less, for a third more compute."

@@ -56,7 +56,7 @@ from flatout.training.loop import Session, ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
-from flatout.training.out_of_memory import explained, halving, peers_named
+from flatout.training.out_of_memory import explained, halving, peers_named, shortage
 from flatout.training.rates import record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
@@ -395,7 +395,8 @@ def log_start(
         log.event("longer", steps=run.last_step)
     for decision in run.decisions:
         log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
-    for note in checkpointing_notes(run.decisions):
+    short = shortage(run, rows_are_auto=plan.rows_are_auto)
+    for note in [*checkpointing_notes(run.decisions), *short]:
         log.progress.say(note)
     for difference in differences:
         log.event("difference", text=difference)

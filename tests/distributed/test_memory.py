@@ -9,7 +9,7 @@ import torch
 
 from flatout.assembly.memory import Workload, estimate
 from flatout.assembly.parts import two_in_fp32
-from flatout.config.sections import LoraConfig, OptimConfig
+from flatout.config.sections import LoraConfig, OptimConfig, ParallelConfig
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, newton_schulz
 
@@ -46,7 +46,6 @@ def test_the_estimated_peak_is_the_measured_one(measured, mode):
         Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused),
         autocast=dtype,
         moments=two_in_fp32,
-        num_shards=values.get("shard", 1),
         gathers=dtype,
         activations=None,
         document_mask=False,
@@ -56,7 +55,7 @@ def test_the_estimated_peak_is_the_measured_one(measured, mode):
         adamw_copies=0,
         lora=LoraConfig(),
         on_gpu=False,
-        reshard=values.get("reshard", True),
+        parallel=ParallelConfig(**values),
     )
     found = estimate(work, ROWS)
     assert found.peak.total == pytest.approx(measured[mode], rel=0.15)

@@ -16,13 +16,18 @@ from torch import nn
 
 from flatout.assembly.choices import select
 from flatout.cli.commands.eval import evaluate
+from flatout.cli.commands.plan import plan
 from flatout.config.registry import MODELS
 from flatout.config.schema import load_config, validate
+from flatout.config.sections import LoraConfig
+from flatout.distributed.context import Context
+from flatout.distributed.tensor import Split
 from flatout.errors import ConfigError, ShapeError, Stopped
 from flatout.hardware.machine import probe
 from flatout.inference.generate import Sampling, sample
 from flatout.inference.load import load_run
 from flatout.models.adapter import adapt
+from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
@@ -184,6 +189,7 @@ STACKED = """
 import torch
 from torch import nn
 from flatout.models.adapter import adapt
+from flatout.models.lora import with_adapters
 
 CALLS = []
 
@@ -258,3 +264,32 @@ def test_compiling_by_layer_compiles_the_modules_own_layers(stacked, monkeypatch
 def test_checkpointing_of_a_module_without_a_list_of_layers_is_refused(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"no nn\.ModuleList of several modules"):
         run_training(make_config(speedups=["checkpointing"]), tmp_path / "run")
+
+
+@pytest.mark.parametrize("words", [["parallel.shard=2", "parallel.replicate=1"], []])
+def test_a_plan_knows_its_memory_and_its_rate(stacked, tmp_path, words):
+    recipe = tmp_path / "stacked.yaml"
+    recipe.write_text("model: {kind: 'stacked:MODEL', depth: 3, vocab_size: 50304}\n")
+    sizes = ["batch.tokens_per_step=65536", "train.steps=10"]
+    found = plan(recipe, [*sizes, *words], machine="2x H100")
+    assert found.memory["total"] > 0
+    assert found.fits
+    assert found.tokens_per_s > 0
+    assert "published runs" in found.tokens_per_s_from
+
+
+@pytest.mark.parametrize(
+    ("ask", "why"),
+    [
+        (lambda model: model.share_layers(Split(None, 0, 2), seq_len=8), "tensor=2 needs a model"),
+        (
+            lambda model: model.share_rows(Context(None, 0, 2, False), seq_len=8, has_documents=0),
+            "context=2 needs a model that divides rows",
+        ),
+        (lambda model: with_adapters(model, LoraConfig(rank=2)), "no linear layers that can be"),
+    ],
+)
+def test_what_it_does_not_support_is_named(my_gpt, ask, why):
+    model = my_gpt(my_gpt.check({"vocab_size": 7}, seq_len=8), Ops.plain())
+    with pytest.raises(ConfigError, match=why):
+        ask(model)

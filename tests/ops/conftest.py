@@ -55,7 +55,7 @@ def interpreted(monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_scalar_index)
-    monkeypatch.setattr(scan, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(scan, "runs_triton", lambda tensor: True)
 
 
 @pytest.fixture
@@ -66,4 +66,4 @@ def without_triton(monkeypatch):
     monkeypatch.delitem(sys.modules, "flatout.ops.scan_kernels", raising=False)
     monkeypatch.delattr(flatout.ops, "scan_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(scan, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(scan, "runs_triton", lambda tensor: True)

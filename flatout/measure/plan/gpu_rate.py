@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.config.schema import RunConfig
-from flatout.hardware.machine import Machine, MachineRow
+from flatout.hardware.machine import Machine
 from flatout.models.language_model import model_of
 from flatout.ops import Ops
 
@@ -66,29 +66,35 @@ class GpuTime:
 
     def describe(self) -> str:
         """Return what the time was predicted from."""
-        text = f"published runs: {1e3 * self.compute_s:.0f} ms of computing per step"
-        text += f" and {1e3 * self.layers_s:.0f} ms of shared layers" * bool(self.layers_s)
-        parts = [f"{1e3 * value:.0f} ms of {name}" for name, value in self.communication_s.items()]
-        text += f", meanwhile {', '.join(parts)}" if parts else ""
-        return text + (f", then AdamW on the CPU {1e3 * self.host_s:.0f} ms" * bool(self.host_s))
+        parts = {"computing": self.compute_s, "shared layers": self.layers_s}
+        parts |= {f"{name} meanwhile": value for name, value in self.communication_s.items()}
+        parts["AdamW on the CPU"] = self.host_s
+        texts = [f"{1e3 * value:.0f} ms of {name}" for name, value in parts.items() if value]
+        return f"published runs: {', '.join(texts)}, per step"
 
 
 def gpu_time(
     config: RunConfig,
     machine: Machine,
-    row: MachineRow,
+    arithmetic: str,
     *,
-    peak_flops: float,
     world_size: int,
     speedups: Collection[str],
     optimizer_flops: int = 0,
 ) -> GpuTime | None:
-    """Return the time of a step of a resolved configuration. None for a model without embedding.
+    """Return the time of a step of a resolved configuration, whose matmuls are in `arithmetic`.
 
-    `peak_flops` are those of one GPU, `optimizer_flops` what an optimizer like Muon does on it.
+    `optimizer_flops` are those of an optimizer like Muon on one GPU. None if the GPU's rate is not
+    known, and for a model without an embedding.
     """
+    row = machine.row
+    peak = row.peak_tflops.get(arithmetic) if row else None
     model_class, model_config = model_of(config)
     model: Any = model_class.on_meta(model_config, Ops.plain())
+    kinds, named = model.parameter_kinds(), model.named_parameters()
+    width = next((each.shape[1] for name, each in named if kinds[name] == "embedding"), None)
+    if row is None or peak is None or width is None:
+        return None
     seq_len, parallel = config.data.seq_len, config.parallel
     products = float(model.flops_per_token(1).causal_exact)
     attention = float(model.flops_per_token(seq_len).causal_exact) - products
@@ -99,11 +105,7 @@ def gpu_time(
         """Return the value for this generation of GPUs, or for the newest."""
         return figures.get(generation, figures[max(figures)])
 
-    rate = peak_flops * newest(MATMUL_SHARE)
-    kinds, named = model.parameter_kinds(), model.named_parameters()
-    width = next((each.shape[1] for name, each in named if kinds[name] == "embedding"), None)
-    if width is None:
-        return None
+    rate = 1e12 * peak.value * newest(MATMUL_SHARE)
     layers = len(model.layers)
     moved = MOVED_BYTES["compile" in speedups] * layers * width
     token_s = again * (products + attention / ATTENTION_SHARE) / rate

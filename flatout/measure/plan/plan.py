@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,12 +28,12 @@ from flatout.measure.plan.prediction import (
     MemoryPrediction,
     TimePrediction,
     most_rows,
+    predict_memory,
     predict_time,
-    trace_memory,
 )
 from flatout.measure.plan.result import Alternative, Change, Plan
 from flatout.models.language_model import LanguageModel, model_of
-from flatout.models.lora import INSIDE, require_weights, with_adapters
+from flatout.models.lora import parameters_by_part, require_weights, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.storage.remote.urls import is_url
@@ -86,14 +85,10 @@ def make_plan(
     notes = [*filter(None, (note, target.note())), *checkpointing_notes(decisions)]
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
-    batches, others = [], target.world_size // config.parallel.per_row
-    others *= config.batch.accumulate or 1
-    for each in rows:
-        values = {"batch.rows_per_device": each}
-        per_step = {"batch.tokens_per_step": each * others * config.data.seq_len}
-        with progress.task(f"Planning {each:,} rows"):
-            fields = target.alternative(values, config.with_values(values | per_step), decisions)
-        batches.append(Alternative(**fields))
+    unit = (config.batch.tokens_per_step or 0) // int(config.batch.rows_per_device)
+    tried = [{"batch.rows_per_device": each, "batch.tokens_per_step": each * unit} for each in rows]
+    with progress.task("Planning other micro-batches"):
+        batches = [Alternative(**fields) for fields in target.alternatives(config, tried)]
     steps = config.train.steps
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
@@ -217,7 +212,7 @@ class Target:
         """Return the memory of a resolved run, or why it cannot be predicted, and its time."""
         this = past_run(config, decisions, self.world_size)
         runs = runs_here(self.machine, self.device, self.cache)
-        memory, problem = trace_memory(this, workload_of(config), context=self.context)
+        memory, problem = predict_memory(this, workload_of(config), context=self.context)
         flops = model_on_meta(config).flops_per_token(config.data.seq_len)
         time = predict_time(
             this,
@@ -297,7 +292,7 @@ def changes_of(
     others: list[dict[str, Any]] = [
         {f"model.{key}": value for key, value in leanest.items()},
         {"batch.rows_per_device": fewer, "batch.accumulate": rows * accumulate // max(fewer, 1)},
-        {"parallel.shard": target.world_size if workload.num_shards == 1 else 0},
+        {"parallel.shard": target.world_size if config.parallel.shard == 1 else 0},
         {"parallel.offload": "cpu" if workload.on_gpu and not workload.offloads else 0},
     ]
     tried = [
@@ -305,13 +300,7 @@ def changes_of(
         for one in all_speedups()
         if TOUCH_MEMORY & one.sets
     ]
-    pinned = requested.with_values(
-        {
-            "batch.tokens_per_step": batch.tokens_per_step,
-            "batch.rows_per_device": rows,
-            "batch.accumulate": accumulate,
-        }
-    )
+    pinned = requested.model_copy(update={"batch": batch})
     found = [
         Change(
             **fields,
@@ -363,24 +352,6 @@ def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None,
     if missing or not paths:
         return None, f"{missing or 'No dataset is set'}, so the time omits the evaluations."
     return open_dataset(config), None
-
-
-def parameters_by_part(model: LanguageModel) -> dict[str, int]:
-    """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
-
-    Adapters (LoRA) are a separate part. A tied head counts as the embedding.
-    """
-    kinds, found = model.parameter_kinds(), Counter[str]()
-    for name, parameter in model.named_parameters():
-        words, kind = name.split("."), kinds[name]
-        if INSIDE in name:
-            part = "adapters"
-        elif words[0] == "blocks" and len(words) > 3:
-            part = f"blocks.{words[2]}"
-        else:
-            part = kind if kind in ("embedding", "head") else "other"
-        found[part] += parameter.numel()
-    return dict(found)
 
 
 def memory_at_peak(memory: MemoryPrediction, free: int | None) -> dict[str, Any]:

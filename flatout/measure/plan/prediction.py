@@ -5,7 +5,6 @@ A value that neither measurements nor a data sheet support is None, and every nu
 
 from __future__ import annotations
 
-import functools
 import platform
 import statistics
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError
 from flatout.hardware.machine import ASSUMED_MFU, GIB, Machine
 from flatout.hardware.roofline import Peak
-from flatout.measure.plan.gpu_rate import GpuTime, gpu_time
+from flatout.measure.plan.gpu_rate import gpu_time
 from flatout.progress import counted
 
 LAST_RUNS = 5
@@ -94,28 +93,28 @@ class TimePrediction:
 
 
 def predict_memory(
-    this: PastRun, estimate: MemoryEstimate, *, on_gpu: bool = False, context: int = 0
-) -> MemoryPrediction:
-    """Return the peak memory of one rank of `this`, a run without measurements.
+    this: PastRun, workload: Workload, *, context: int = 0
+) -> tuple[MemoryPrediction | None, str | None]:
+    """Return the peak memory of one rank of `this`, or why it cannot be predicted.
 
     `context` is the memory of this process so far (CPU).
     """
+    try:
+        found = estimate(workload, this.rows_per_device, this.accumulate)
+    except FlatoutError:
+        raise
+    except Exception as error:  # a custom model may need values, which the trace does not have
+        return None, f"{type(error).__name__}: {error}"
+    on_gpu, source = workload.on_gpu, "traced in eager mode"
     # glibc's heap: small blocks inside a freed tensor leave a hole that its next one does not fit
     keeps = not on_gpu and platform.libc_ver()[0] == "glibc"
-    holes = HEAP_HOLES * estimate.largest if keeps else 0
-    source = "traced in eager mode"
-    error: float | None = max(EAGER_ERROR, holes / (estimate.total + holes))
+    holes = HEAP_HOLES * found.largest if keeps else 0
+    spread = None if this.is_compiled else max(EAGER_ERROR, holes / (found.total + holes))
     if this.is_compiled:
         source += ", but a compiled model usually needs less, by an unknown amount"
-        error = None
-    return MemoryPrediction(
-        estimate,
-        int(CUDA_RESERVED * estimate.total) if on_gpu else estimate.total + holes,
-        CUDA_CONTEXT if on_gpu else context + CPU_OVERHEAD,
-        error,
-        source,
-        on_gpu,
-    )
+    reserved = int(CUDA_RESERVED * found.total) if on_gpu else found.total + holes
+    context = CUDA_CONTEXT if on_gpu else context + CPU_OVERHEAD
+    return MemoryPrediction(found, reserved, context, spread, source, on_gpu), None
 
 
 def predict_time(
@@ -138,118 +137,105 @@ def predict_time(
     assumption counts what it takes to start its operations. Rates of other micro-batches are scaled
     by the assumption's ratio for the two.
     """
-    tokens, world_size = config.batch.tokens_per_step or 0, this.world_size
-    timed = [run for run in runs if run.tokens_per_s]
+    tokens, steps = config.batch.tokens_per_step or 0, config.train.steps
+    world_size = this.world_size
     whole = peak and peak.tflops * 1e12 * world_size / flops_per_token
+    needs, here = memory.estimate if memory else None, this.rows_per_device * this.accumulate
 
-    @functools.cache
     def assumed(rows: int, accumulate: int) -> tuple[float, str]:
         """Return the rate with this micro-batch, and what was assumed."""
-        per_step = rows * accumulate * tokens // (this.rows_per_device * this.accumulate)
-        values = {"rows_per_device": rows, "accumulate": accumulate, "tokens_per_step": per_step}
-        batch = config.batch.model_copy(update=values)
-        other = config.model_copy(update={"batch": batch})
-        needs = memory.estimate if memory else None
-        known = published(this, other, machine, needs)
-        return assumed_rate(other, whole or 0.0, flops_per_token, needs, known, this)
+        values = {"rows_per_device": rows, "accumulate": accumulate}
+        values["tokens_per_step"] = rows * accumulate * tokens // here
+        other = config.model_copy(update={"batch": config.batch.model_copy(update=values)})
+        return assumed_rate(this, other, whole or 1.0, flops_per_token, needs, machine)
 
-    def scale(rows: int, accumulate: int) -> float:
-        """Return the factor from the rate with this micro-batch to that of `this`."""
-        here = (this.rows_per_device, this.accumulate)
-        return assumed(*here)[0] / assumed(rows, accumulate)[0] if whole else 1.0
+    def preference(run: PastRun) -> tuple[bool, bool, bool, bool]:
+        same_rows = run.rows_per_device == this.rows_per_device
+        return run.digest == this.digest, run.by == "train", same_rows, not run.is_busy
 
-    def preference(run: PastRun) -> tuple[bool, bool, bool]:
-        return run.by == "train", run.rows_per_device == this.rows_per_device, not run.is_busy
-
-    same = [run for run in timed if run.digest == this.digest]
-    best = max(map(preference, same), default=(False, False, False))
-    same = [run for run in same if preference(run) == best][-LAST_RUNS:]
-    others = [
-        run.tokens_per_s * run.flops_per_token / run.world_size
-        for run in timed
-        if (run.kind, run.speedups) == (this.kind, this.speedups)
-        and similar(run.flops_per_token, flops_per_token)
-    ][-LAST_RUNS:]
-    rate, source = None, "unknown: no peak rate is known for this device"
-    if same:
-        # Whatever disturbs a run makes it slower, so of two the faster one counts.
-        rate = statistics.median_high(
-            run.tokens_per_s * scale(run.rows_per_device, run.accumulate) for run in same
+    chosen = [
+        run
+        for run in runs
+        if run.tokens_per_s
+        and (
+            run.digest == this.digest
+            or (
+                (run.kind == this.kind and run.speedups == this.speedups)
+                and similar(run.flops_per_token, flops_per_token)
+            )
         )
-        earlier = f"{counted(len(same), 'earlier run')} of"
-        source = earlier if best[0] else f"{counted(len(same), 'measurement')} of bench for"
-        source += " this shape here"
-        source += "" if best[2] else ", while other processes used the cores"
-    elif others:
-        usual = parts_of(config).most_rows(config.data.seq_len, config.train.device)
-        rate = statistics.median(others) * world_size / flops_per_token * scale(usual, 1)
-        source = f"the FLOP/s of {counted(len(others), 'earlier run')} of other shapes here"
-    elif whole:
-        rate, source = assumed(this.rows_per_device, this.accumulate)
-    mfu, steps = rate / whole if rate and whole else None, config.train.steps
+    ]
+    best = max(map(preference, chosen), default=(False, False, False, False))
+    chosen = [run for run in chosen if preference(run) == best][-LAST_RUNS:]
+    is_same, is_train, _, is_alone = best
+    (rate, source), rates = assumed(this.rows_per_device, this.accumulate), list[float]()
+    for run in chosen:
+        scale = rate / assumed(run.rows_per_device, run.accumulate)[0]
+        if not is_same:
+            scale *= run.flops_per_token / flops_per_token * world_size / run.world_size
+        rates.append(scale * run.tokens_per_s)
+    if chosen:
+        # Whatever disturbs a run makes it slower, so of two the faster one counts.
+        rate = statistics.median_high(rates)
+        source = counted(len(chosen), "earlier run" if is_train else "bench run")
+        source += " of this shape here" if is_same else " of other shapes here, by their FLOP/s"
+        source += "" if is_alone else ", while other processes used the cores"
+    elif not whole:
+        source = "unknown: no peak rate is known for this device"
+        return TimePrediction(None, None, None, source, None)
+    mfu = rate / whole if whole else None
     if mfu is not None and mfu > 1:  # other processes used the cores while the peak was measured
         mfu = None
-    if rate is None or steps is None:
+    if steps is None:
         return TimePrediction(rate, None, mfu, source, None)
-    score_s = tokens_to_score(config, dataset) / (EVALUATION_COST * rate)
     beside = [  # another run with as many rows finds in torch's cache what this one compiled
         run.beside_s - (run.cached_s if run.rows_per_device == this.rows_per_device else 0.0)
-        for run in same
-        if run.beside_s is not None
+        for run in chosen
+        if is_same and run.beside_s is not None
     ]
-    wall_s = steps * tokens / rate + score_s
+    wall_s = steps * tokens / rate + tokens_to_score(config, dataset) / (EVALUATION_COST * rate)
     wall_s += max(statistics.median_low(beside or [0.0]), 0.0)
-    misses = [abs(rate / run.tokens_per_s - 1) for run in same]
+    misses = [abs(rate / each - 1) for each in rates if is_same]
     return TimePrediction(rate, wall_s, mfu, source, max(misses) if len(misses) > 1 else None)
 
 
-def published(
-    this: PastRun, config: RunConfig, machine: Machine | None, needs: MemoryEstimate | None
-) -> GpuTime | None:
-    """Return the time of a step by what published runs took. None without a known GPU."""
-    row = machine.row if machine and config.train.device.startswith("cuda") else None
-    if machine is None or row is None:
-        return None
-    peak = row.peak_tflops.get(parts_of(config).arithmetic("cuda"))
-    if peak is None:
-        return None
-    return gpu_time(
-        config,
-        machine,
-        row,
-        peak_flops=peak.value * 1e12,
-        world_size=this.world_size,
-        speedups=[*this.speedups, *(["compile"] if this.is_compiled else [])],
-        optimizer_flops=needs.optimizer_flops if needs else 0,
-    )
-
-
 def assumed_rate(
+    this: PastRun,
     config: RunConfig,
     whole: float,
     flops_per_token: float,
-    needs: MemoryEstimate | None,
-    known: GpuTime | None,
-    this: PastRun,
+    needs: MemoryEstimate | None = None,
+    machine: Machine | None = None,
 ) -> tuple[float, str]:
-    """Return the tokens per second of all devices, and what was assumed.
+    """Return the tokens per second of all devices of `this`, and what was assumed.
 
-    `whole` is the token rate at the peak matmul rate. If what a step `needs` is known, so are the
-    matmuls of the optimizer and, of a model that is not compiled, the operations: a CPU computes
-    after it has started one, a GPU meanwhile. GPUs that are not `known` are assumed to reach what
-    an H100 was measured to (docs/numbers/gpu.md).
+    `config` may have another micro-batch. `whole` is the token rate at the peak matmul rate. If
+    what a step `needs` is known, so are the matmuls of the optimizer and, of a model that is not
+    compiled, the operations: a CPU computes after it has started one, a GPU meanwhile. A GPU whose
+    data sheet is not known is assumed to reach what an H100 was measured to (docs/numbers/gpu.md).
     """
     on_gpu, tokens = config.train.device.startswith("cuda"), config.batch.tokens_per_step or 0
-    is_eager, operations = needs is not None and not this.is_compiled, 0
-    share = (EAGER_MFU if is_eager else COMPILED_MFU) if on_gpu else ASSUMED_MFU
-    work = tokens + (this.world_size * needs.optimizer_flops / flops_per_token if needs else 0)
+    in_optimizer, operations = needs.optimizer_flops if needs else 0, 0
+    if needs is not None and not this.is_compiled:
+        in_passes = (needs.operations - needs.in_optimizer) // this.accumulate
+        operations = in_passes * (config.batch.accumulate or 1) + needs.in_optimizer
+    share = (EAGER_MFU if operations else COMPILED_MFU) if on_gpu else ASSUMED_MFU
+    work = tokens + this.world_size * in_optimizer / flops_per_token
     computing, computing_s = f"an assumed {share:.0%} of the peak", work / (share * whole)
-    if known is not None:
+    known = (
+        on_gpu
+        and machine
+        and gpu_time(
+            config,
+            machine,
+            parts_of(config).arithmetic("cuda"),
+            world_size=this.world_size,
+            speedups=[*this.speedups, *(["compile"] if this.is_compiled else [])],
+            optimizer_flops=in_optimizer,
+        )
+    )
+    if known:
         computing, computing_s = known.describe(), known.step_s
-    if needs is not None and is_eager:
-        before = needs.operations - needs.in_optimizer
-        operations = before * (config.batch.accumulate or 1) // this.accumulate
-        operations += needs.in_optimizer
     starting_s = operations * STARTING_S
     starting = f"an assumed {1e6 * STARTING_S:.0f} us to start each of {operations:,} operations"
     if operations and not on_gpu:
@@ -257,19 +243,6 @@ def assumed_rate(
     if starting_s > computing_s:
         return tokens / starting_s, f"{starting} per step"
     return tokens / computing_s, computing
-
-
-def trace_memory(
-    this: PastRun, workload: Workload, *, context: int = 0
-) -> tuple[MemoryPrediction | None, str | None]:
-    """Return the peak memory of one rank of `this`, or why it cannot be predicted."""
-    try:
-        found = estimate(workload, this.rows_per_device, this.accumulate)
-    except FlatoutError:
-        raise
-    except Exception as error:  # a custom model may need values, which the trace does not have
-        return None, f"{type(error).__name__}: {error}"
-    return predict_memory(this, found, on_gpu=workload.on_gpu, context=context), None
 
 
 def most_rows(workload: Workload, available: int) -> int:

@@ -25,10 +25,9 @@ from flatout.progress import counted
 from flatout.storage.files import Stored
 from flatout.storage.json_io import JsonObject, Result
 
+SHOWN = "weights", "gradients", "optimizer", "activations", "logits", "workspace", "allocated"
 PARTS = {
-    **{name: name for name in ("weights", "gradients", "optimizer", "activations", "logits")},
-    "workspace": "workspace",
-    "allocated": "allocated",
+    **dict(zip(SHOWN, SHOWN, strict=True)),
     "reserved": "reserved by the allocator",
     "context": "context, the process besides",
     "total": "in all",

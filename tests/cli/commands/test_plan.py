@@ -253,9 +253,11 @@ def test_micro_batches_are_compared_in_a_table(recipe):
     assert first.need_gib < second.need_gib < last.need_gib
     assert last.tokens_per_s is None
     table = found.summary().partition("Micro-batches\n")[2].splitlines()
-    assert [row.split()[:2] for row in table[1:4]] == [
-        [f"batch.rows_per_device={rows}", f"{rows:,}"] for rows in (2, 4096, 1_000_000)
-    ]
+    for row, rows in zip(table[1:4], (2, 4096, 1_000_000), strict=True):
+        stated, tokens, shown = row.split()[:3]
+        assert (stated, shown) == (f"batch.rows_per_device={rows}", f"{rows:,}")
+        assert tokens.startswith("batch.tokens_per_step=")
+    assert first.tokens_per_s < second.tokens_per_s
     for rows in ("0", "x", "-2"):
         with pytest.raises(ConfigError, match="is not a list of rows"):
             plan(recipe, [*SMALL, "model.vocab_size=101"], rows=rows)

@@ -11,6 +11,7 @@ from flatout.assembly.measured import past_run
 from flatout.assembly.memory import estimate, workload_of
 from flatout.hardware.machine import ASSUMED_MFU, GIB
 from flatout.hardware.roofline import Peak
+from flatout.measure.plan import prediction
 from flatout.measure.plan.prediction import (
     COMPILED_MFU,
     CPU_OVERHEAD,
@@ -40,14 +41,14 @@ def past(run):
 
 
 @pytest.fixture
-def memory(run):
+def memory(run, monkeypatch):
     """Return the predicted memory of `run`."""
     found = estimate(workload_of(run.config), 4, 2)
 
-    def predict(config=run.config, decisions=run.decisions, largest=0):
-        made = replace(found, largest=largest)
-        this, on_gpu = past_run(config, decisions), config.train.device == "cuda"
-        return predict_memory(this, made, on_gpu=on_gpu, context=GIB)
+    def predict(config=run.config, decisions=run.decisions, **fields):
+        monkeypatch.setattr(prediction, "estimate", lambda *_: replace(found, **fields))
+        this = past_run(config, decisions)
+        return predict_memory(this, workload_of(config), context=GIB)[0]
 
     return predict
 
@@ -71,7 +72,7 @@ def test_a_process_has_an_assumed_overhead(memory):
 def test_the_heap_of_a_cpu_keeps_holes_of_the_largest_tensor(memory, run):
     """Measured with a vocabulary of 32,768: up to 1.7 GiB beyond all tensors."""
     found, on_gpu = memory(largest=GIB), run.config.with_values({"train.device": "cuda"})
-    assert found.total - memory().total == found.reserved - found.estimate.total == 2 * GIB
+    assert found.total - memory(largest=0).total == found.reserved - found.estimate.total == 2 * GIB
     assert found.error > 0.5
     assert memory(on_gpu, largest=GIB).total == memory(on_gpu).total
 
@@ -134,20 +135,45 @@ STEP_TOKENS = 128
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_gpu_computes_while_it_starts_operations_and_a_cpu_does_not(run, device):
+def test_a_gpu_computes_while_it_starts_operations_and_a_cpu_does_not(run, past, memory, device):
     config = run.config.with_values({"train.device": device})
     on_cpu = device == "cpu"
     share = ASSUMED_MFU if on_cpu else EAGER_MFU
     starting_s, of_peak = 1000 * STARTING_S, f"an assumed {share:.0%} of the peak"
-    rate, source = assumed_rate(config, STEP_TOKENS / share, 1000)
+    needs = memory(operations=1000, in_optimizer=0, optimizer_flops=0).estimate
+    rate, source = assumed_rate(past(), config, STEP_TOKENS / share, FLOPS, needs)
     assert rate == pytest.approx(STEP_TOKENS / (1 + starting_s * on_cpu))
     started = f"{of_peak}, and an assumed 15 us to start each of 1,000 operations per step"
     assert source == (started if on_cpu else of_peak)
-    bound, source = assumed_rate(config, 1e15, 1000)
+    bound, source = assumed_rate(past(), config, 1e15, FLOPS, needs)
     assert bound == pytest.approx(STEP_TOKENS / starting_s)
     assert ("of the peak" in source) == on_cpu
     if not on_cpu:
-        assert assumed_rate(config, 1.0, 0)[0] == COMPILED_MFU
+        assert assumed_rate(past(), config, 1.0, FLOPS)[0] == pytest.approx(COMPILED_MFU)
+
+
+def test_small_micro_batches_are_slower_also_beside_runs_of_others(run, past, memory):
+    """A step starts operations, and its optimizer multiplies, however few its tokens are."""
+    needs = memory()
+    heavy = memory(optimizer_flops=10**10)
+
+    def rates(*runs, memory=needs):
+        found = []
+        for rows in (1, 4, 64):
+            batch = {"rows_per_device": rows, "accumulate": 2, "tokens_per_step": 32 * rows}
+            config = run.config.model_copy(
+                update={"batch": run.config.batch.model_copy(update=batch)}
+            )
+            this = past_run(config, run.decisions)
+            options = {"flops_per_token": FLOPS, "peak": PEAK, "memory": memory, "runs": runs}
+            found.append(predict_time(this, config, **options).tokens_per_s)
+        return [rate / found[-1] for rate in found]
+
+    alone = rates()
+    assert alone[0] < alone[1] < 1
+    assert rates(memory=heavy)[0] < alone[0]
+    for fields in ({}, {"digest": "another", "flops_per_token": FLOPS}):
+        assert rates(past(tokens_per_s=100.0, **fields)) == pytest.approx(alone)
 
 
 def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run):

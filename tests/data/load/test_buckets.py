@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
+from flatout.data.load.buckets import BucketedSteps, row_lengths, rows_of
 from flatout.data.load.loader import DirectLoader, PrefetchLoader
 from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.speedups.length_buckets import BucketedSteps, row_lengths, rows_of
 
 T = 64
 RNG = np.random.default_rng(0)

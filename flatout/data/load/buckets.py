@@ -1,0 +1,187 @@
+"""Read one document per row, with short documents in short rows of a few fixed lengths.
+
+For data that must not be packed. A document longer than data.seq_len is split into rows of that
+many inputs. Rows are padded to one of a few lengths: seq_len and its halves. All rows of a step
+have the same length, and rows of half the length come twice as many to a step, so every step has
+the same number of positions. Rows left over at the end of an epoch join those of the next length.
+Only the last step of the longest may contain empty rows. Every target of the split is read once
+per epoch.
+
+An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
+lengths), evaluated on demand. A position is an index into the plans of all epochs.
+
+Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from flatout.data.load.batches import BatchPlan, Shape, StepRead
+from flatout.data.store.order import shuffled
+from flatout.data.store.shards import Split
+from flatout.errors import DataError
+from flatout.storage.files import Array
+from flatout.storage.json_io import JsonObject
+
+MOST_LENGTHS = 4
+SHORTEST = 16
+"""Length of the shortest rows: shorter ones would not fill a device."""
+
+
+class _Bucket(NamedTuple):
+    """The rows of one length."""
+
+    shape: Shape
+    first: int
+    """Index of its first row among all rows, sorted by bucket."""
+    own: int
+    """Rows of this length."""
+    pool: int
+    """Rows including those that the next shorter bucket leaves over in each epoch."""
+    rows_per_step: int
+    """Rows per step over all ranks and micro-batches."""
+    num_steps: int
+    """Steps per epoch."""
+    first_step: int
+    """Index of its first step among all steps of an epoch, before they are shuffled."""
+
+
+class BucketedSteps:
+    """Steps of documents, one per row, in a few fixed shapes. A position counts steps over epochs.
+
+    Memory: 12 bytes per row.
+    """
+
+    has_mask = True
+    has_document_ids = False
+    """A row is one document, so attention needs no document mask."""
+
+    def __init__(self, split: Split, plan: BatchPlan, _reader: object) -> None:
+        starts, sizes = rows_of(split.document_ends, plan.seq_len)
+        if not len(starts):
+            raise DataError(
+                f"The {split.name} split has no document of two or more tokens.",
+                fix="Prepare more text.",
+            )
+        lengths = row_lengths(plan.seq_len)
+        of_bucket = np.searchsorted(lengths, sizes)
+        by_bucket = np.argsort(of_bucket, kind="stable")
+        self.plan, self.dtype = plan, split.dtype
+        self._split, self._starts = split, starts[by_bucket]
+        self._sizes = sizes[by_bucket].astype(np.int32)
+        self.tokens_per_epoch = int(sizes.sum())
+        """Number of targets in all documents."""
+        self._buckets: list[_Bucket] = []
+        first = carried = first_step = 0
+        counts = np.bincount(of_bucket, minlength=len(lengths)).tolist()
+        for seq_len, own in zip(lengths, counts, strict=True):
+            factor = plan.seq_len // seq_len
+            shape = Shape(plan.rows_per_device * factor, seq_len)
+            per_step = plan.sequences_per_step * factor
+            pool = own + carried
+            num_steps, carried = divmod(pool, per_step)
+            num_steps += seq_len == plan.seq_len and carried > 0
+            self._buckets.append(_Bucket(shape, first, own, pool, per_step, num_steps, first_step))
+            first += own
+            first_step += num_steps
+        self.steps_per_epoch = self.num_steps = first_step
+        self.shapes = tuple(bucket.shape for bucket in reversed(self._buckets))
+
+    def shape_at(self, position: int) -> Shape:
+        """Return the shape of the step at `position`."""
+        return self._buckets[self._step(position)[0]].shape
+
+    def read(
+        self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+    ) -> StepRead:
+        """Write this rank's rows of the step at `position`, and return what all ranks read.
+
+        Tokens after the end of a document are 0, and masked.
+
+        Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
+        """
+        shape, rows = self.shape_at(position), self._step_rows(position)
+        indices = self.plan.row_indices(shape.rows)
+        is_row = indices < len(rows)
+        starts, sizes = np.zeros((2, len(indices)), np.int64)
+        own = rows[indices[is_row]]
+        starts[is_row], sizes[is_row] = self._starts[own], self._sizes[own]
+        self._split.read_spans(starts, np.where(is_row, sizes + 1, 0), sequences_NW)
+        assert mask_NT is not None, "rows of a bucket always have a mask"
+        if self._split.has_mask:
+            self._split.read_mask_spans(starts + 1, sizes, mask_NT)
+        else:
+            mask_NT[:] = np.arange(shape.seq_len) < sizes[:, np.newaxis]
+        return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows), position)
+
+    def data_at(self, position: int) -> list[JsonObject]:
+        """Return where each row of the step at `position` is stored, for all ranks in order."""
+        rows = self._step_rows(position)
+        spans = zip(self._starts[rows].tolist(), self._sizes[rows].tolist(), strict=True)
+        return [self._split.locate_tokens(start, start + size + 1) for start, size in spans]
+
+    def _step(self, position: int) -> tuple[int, int]:
+        """Return the bucket of the step at `position`, and the index of the step within it."""
+        step = int(shuffled(np.array([position]), self.num_steps, seed=self._seed(0))[0])
+        number = bisect_right(self._buckets, step, key=lambda bucket: bucket.first_step) - 1
+        return number, step - self._buckets[number].first_step
+
+    def _step_rows(self, position: int) -> Array:
+        """Return the rows of the step at `position` over all ranks, without empty ones.
+
+        Shapes:  returns (rows,).
+        """
+        number, group = self._step(position)
+        bucket = self._buckets[number]
+        first = group * bucket.rows_per_step
+        items = np.arange(first, min(first + bucket.rows_per_step, bucket.pool))
+        return self._rows_at(number, position // self.num_steps, items)
+
+    def _rows_at(self, number: int, epoch: int, items: Array) -> Array:
+        """Return the rows at indices `items` of a bucket's order in an epoch.
+
+        Rows left over by the shorter bucket come after its own.
+
+        Shapes:  items (rows,), below the bucket's pool; returns (rows,).
+        """
+        bucket = self._buckets[number]
+        drawn = shuffled(epoch * bucket.pool + items, bucket.pool, seed=self._seed(number + 1))
+        rows = bucket.first + drawn
+        carried = np.flatnonzero(drawn >= bucket.own)
+        if len(carried):
+            shorter = self._buckets[number - 1]
+            left_over = shorter.num_steps * shorter.rows_per_step + drawn[carried] - bucket.own
+            rows[carried] = self._rows_at(number - 1, epoch, left_over)
+        return rows
+
+    def _seed(self, order: int) -> int:
+        """Return the seed of an order: 0 is that of steps, n that of the rows of bucket n - 1."""
+        return self.plan.seed * (MOST_LENGTHS + 1) + order
+
+
+def rows_of(document_ends: Array, seq_len: int) -> tuple[Array, Array]:
+    """Return where each row starts and how many inputs it has, at most seq_len.
+
+    The inputs of a document are its tokens but the last.
+
+    Shapes:  document_ends (documents,), ascending; returns (rows,) and (rows,).
+    """
+    begins = np.concatenate([[0], document_ends[:-1]]).astype(np.int64)
+    inputs = document_ends - begins - 1
+    counts = -(-inputs // seq_len)
+    within = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    return np.repeat(begins, counts) + within, np.minimum(
+        np.repeat(inputs, counts) - within, seq_len
+    )
+
+
+def row_lengths(seq_len: int) -> list[int]:
+    """Return the row lengths, ascending: seq_len and its whole halves down to SHORTEST."""
+    lengths = [seq_len]
+    while len(lengths) < MOST_LENGTHS and lengths[0] % 2 == 0 and lengths[0] // 2 >= SHORTEST:
+        lengths.insert(0, lengths[0] // 2)
+    return lengths
