@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -249,3 +250,14 @@ def test_the_python_examples_run(folder, document):
         assert first == "import flatout"
         assert short != block
         python(folder, f"{first}\n{prepare}{rest}")
+
+
+def test_the_walks_name_functions_of_their_files():
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8").partition("## Two walks")[2]
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w./]+)` \|", text, re.MULTILINE)
+    assert len(rows) > 15
+    for function, file in rows:
+        found = importlib.import_module("flatout." + file.removesuffix(".py").replace("/", "."))
+        for name in function.split("."):
+            found = getattr(found, name)
+        assert callable(found), function
