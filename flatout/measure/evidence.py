@@ -343,6 +343,19 @@ class Evidence(Stored):
     never_updated: tuple[str, ...] = ()
     """The names of those that belong to the model."""
 
+    without_gradients: Number = None
+    """Share of the early steps in which the optimizer had no gradients, or zeros, after a backward
+    pass. This and the following are of the optimizer with the worst of them."""
+    uncleared: Number = None
+    """Share of the early steps whose gradients include those of the step before."""
+    unmoved: Number = None
+    """Share of the values with gradients that no early step changed."""
+    weights_dtype: Text = None
+    """Type of the weights that it updates."""
+    highest_lr: Number = None
+    """Its highest learning rate in those steps."""
+    watched_optimizer: str = "the optimizer"
+    """Its class."""
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss), including NaN and infinity."""
     skipped_steps: Count = None

@@ -195,7 +195,7 @@ def test_prepare_ends_its_processes_and_continues(start, tmp_path):
     words = ["".join(draw.choices("abcdefgh", k=5)) for _ in range(5000)]
     for index in range(8):
         text = " ".join(draw.choices(words, k=400_000))
-        (tmp_path / f"{index}.txt").write_text(text)
+        (tmp_path / f"{index}.txt").write_text(f"{text}\n" * 4)
     sources = [f"{index}.txt" for index in range(8)]
     command = [
         *FLATOUT,
@@ -208,7 +208,7 @@ def test_prepare_ends_its_processes_and_continues(start, tmp_path):
         "--out",
     ]
     process = start(*command, "data")
-    wait_until(lambda: list(tmp_path.glob(".data.part/ranges/*.bin")), process)
+    wait_until(lambda: list(tmp_path.glob(".data.part/ranges/*.json")), process)
     children = descendants(process)
     for each in (process, *children):  # as a scheduler signals every process of a job
         each.send_signal(signal.SIGUSR1)

@@ -34,6 +34,7 @@ from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
+from flatout.measure.attach.learning import Learning
 from flatout.measure.attach.lines import (
     Line,
     LineTotals,
@@ -135,7 +136,7 @@ class Follower:
         self._padding: list[float] = []
         self._early_gradients: dict[int, tuple[int, float | None]] = {}
         """What `_gradients` returned in an early step."""
-        self._graphs, self._lines = Graphs(), LineTotals()
+        self._graphs, self._lines, self._learning = Graphs(), LineTotals(), Learning()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
         self._looked_s = 0.0
@@ -144,12 +145,13 @@ class Follower:
         for owner, name, before in (
             (nn.Module, "__call__", self._before_call),
             (nn.Module, "train", self._before_mode),
-            (torch.autograd, "backward", self._before_backward),
-            (torch.autograd, "grad", self._before_backward),
+            (torch.autograd, "backward", partial(self._before_backward, True)),
+            (torch.autograd, "grad", partial(self._before_backward, False)),
         ):
             stack.enter_context(replaced(owner, name, partial(observing, before)))
         self._optimizers = Steps(self._on_optimizer_step)
         stack.callback(self._optimizers.remove)
+        stack.callback(self._learning.close)
 
     def end(self) -> bool:
         """Measure no longer, and return whether anything was. Hooks stay: torch may be in one."""
@@ -398,7 +400,10 @@ class Follower:
         if line is not None:
             self._lines.add(kind, line, 0.0)
 
-    def _before_backward(self, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
+    def _before_backward(
+        self, adds: bool, /, *args: Any, **kwargs: Any
+    ) -> Callable[[], None] | None:
+        """Start the phase, if there is one. `adds`: gradients are added to those of the weights."""
         roots = roots_of(args, kwargs)
         if not roots or isinstance(roots[0], FakeTensor) or not self._starts():
             return None
@@ -406,6 +411,7 @@ class Follower:
             return None
         if self._sites is not None and self.steps < SITED_STEPS:
             self._sites.note_backward(sys._getframe(1))
+        self._learning.before_backward(is_plain=adds)
         self._note_loss(roots)
         if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
             self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
@@ -507,6 +513,8 @@ class Follower:
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}
             if len(made) == 1:  # its arguments are where it is made
                 (lines[name],) = made
+        if self._above:
+            lines["step"] = self._above[0]
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
         sites |= self._lines.sites(steps)
         matters = self.model is not None and mode_matters(self.model)
@@ -526,7 +534,7 @@ class Follower:
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
             "sites": {**found.sites, **sites},
         }
-        update |= _wasted(self._early_gradients, self.model)
+        update |= _wasted(self._early_gradients, self.model) | self._learning.found()
         return found.model_copy(update=update | _optimizer_facts(self._optimizers.optimizer))
 
 

@@ -162,6 +162,16 @@ ROWS = [
         site="thread",
     ),
     row(
+        "cleared-gradients",
+        "The optimizer finds no gradients: they are cleared before its step, or of other weights.",
+        lambda e: (e.without_gradients or 0.0) > 0.9 and "spoils",
+        "{e.watched_optimizer} finds no gradients in {e.without_gradients:.0%} of the steps, "
+        "although each goes backward: it updates nothing.",
+        "Call zero_grad() before backward() or after step(), never between them, and give the "
+        "optimizer the weights of the model that is trained, not of a copy.",
+        site="step",
+    ),
+    row(
         "communication",
         "Processes wait for each other's gradients or weights.",
         lambda e: e.world_size > 1 and e.share(e.communication_s, 0.15),
@@ -544,6 +554,15 @@ ROWS = [
         unless="out-of-memory",
     ),
     row(
+        "uncleared-gradients",
+        "Gradients are never cleared, so that every update repeats all earlier ones.",
+        lambda e: (e.uncleared or 0.0) > 0.9 and "spoils",
+        "No step clears the gradients: each update of {e.watched_optimizer} adds those of all "
+        "steps before it.",
+        "Call optimizer.zero_grad() after each optimizer.step().",
+        site="step",
+    ),
+    row(
         "unfused-attention",
         "Attention stores the scores of all pairs of tokens in memory.",
         lambda e: (
@@ -563,6 +582,28 @@ ROWS = [
         "Give the optimizer all weights, model.parameters(), or call requires_grad_(False) on "
         "those that must stay as they are.",
         site="optimizer",
+    ),
+    row(
+        "unmoved-weights",
+        "Weights have gradients and are updated, and their values do not change.",
+        lambda e: (e.unmoved or 0.0) > (0.9 if e.weights_dtype == "float32" else 0.5) and "spoils",
+        "{e.unmoved:.0%} of the weights with gradients have the same values after several steps "
+        "of {e.watched_optimizer}.",
+        lambda e, _: (
+            e.highest_lr == 0
+            and "The learning rate is 0: start the schedule above it, and call scheduler.step() "
+            "after every optimizer.step() if its unit is steps."
+        ),
+        lambda e, _: (
+            e.weights_dtype != "float32"
+            and "Updates are smaller than what {e.weights_dtype} can tell apart. Keep weights in "
+            "float32, and compute in torch.autocast."
+        ),
+        "Print the learning rate and the gradients' norm: updates are smaller than the weights' "
+        "precision.",
+        site="step",
+        shows="weights_dtype highest_lr",
+        unless="cleared-gradients",
     ),
     row(
         "wasted-gradients",

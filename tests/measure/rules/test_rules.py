@@ -94,6 +94,9 @@ cpu:
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
+  cleared-gradients: {without_gradients: 1.0, site: step}
+  uncleared-gradients: {uncleared: 1.0, site: step}
+  unmoved-weights: {unmoved: 0.95, weights_dtype: bfloat16, highest_lr: 1.0e-6, site: step}
   failure: {failure: {kind: error, message: It fails., fix: Correct it., step: 3}}
   few-rows: {rows: 1}
   frequent-evaluation: {evaluation_s: 0.05}

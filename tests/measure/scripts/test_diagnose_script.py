@@ -64,6 +64,12 @@ FAULTS = {
     },
     "square": {"inside": "loss = loss + (model(inputs)[:, :1] - inputs[:, 0]).abs().mean()"},
     "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
+    "uncleared": {"before": "optimizer.zero_grad = lambda: None"},
+    "copies": {
+        "before": "copied = copy.deepcopy(model)\n"
+        "optimizer = torch.optim.SGD(copied.parameters(), lr=1e-3)",
+        "after": "model.zero_grad()",
+    },
     "operator": {
         "before": "seen = list(range(20_000))\n"
         "def new(rows):\n"
@@ -87,6 +93,8 @@ NAMED = {
     "teacher": ("wasted-gradients", "loss.backward()"),
     "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
+    "uncleared": ("uncleared-gradients", "optimizer.step()"),
+    "copies": ("cleared-gradients", "optimizer.step()"),
     "operator": ("slow-code", "found.append(row)"),  # the next call
 }
 
@@ -140,7 +148,8 @@ HEALTHY = {
         "before": "critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))\n"
         "other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
         "inside": "loss = loss - critic(model(inputs)).mean()",
-        "after": "critic(model(inputs).detach()).mean().backward(), other.step()",
+        "after": "critic(model(inputs).detach()).mean().backward(); other.step()\n"
+        "    other.zero_grad()",
     },
 }
 

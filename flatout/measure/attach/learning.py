@@ -1,0 +1,192 @@
+"""Looks in the first steps whether weights learn, by the state of gradients and weights.
+
+What the code looks like does not matter. Some values of the largest tensors are kept on their
+device until the end, so that nothing waits for a GPU, and the hooks are removed after the last
+look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from flatout.measure.attach.guard import guarded
+
+EARLY_STEPS, LOOKS, LEAST = 2, 8, 5
+"""Steps of an optimizer before the first look, steps with a look, and fewest that tell something:
+the first steps may warm up.
+"""
+TENSORS, SOME = 8, 64
+"""The largest tensors of an optimizer, and values of each, that are looked at."""
+
+
+@dataclass
+class _Looks:
+    """What was seen of one optimizer."""
+
+    weights: list[Tensor]
+    """Those that are looked at."""
+    steps: int = 0
+    looks: int = 0
+    is_odd: bool = False
+    """Whether its gradients are made in another way than by a plain `backward`."""
+    highest_lr: float | None = None
+    backwards: int = 0
+    """Backward passes since its last step."""
+    had: list[Tensor | None] = field(default_factory=list)
+    """The gradients of its last step."""
+    is_cleared: bool = False
+    """Whether there was no gradient at one of the passes since then."""
+    zeros: list[Tensor] = field(default_factory=list)
+    """For each of those passes, whether all gradients were zero."""
+    without: list[Tensor] = field(default_factory=list)
+    """For each look, whether the optimizer found no gradient, or zeros."""
+    uncleared: list[Tensor] = field(default_factory=list)
+    """For each, whether its gradients include those of the step before."""
+    before: list[Tensor] = field(default_factory=list)
+    """Values before the step."""
+    reached: list[Tensor] = field(default_factory=list)
+    """Which values have had a gradient."""
+    moved: list[Tensor] = field(default_factory=list)
+    """Which of them have changed."""
+
+
+class Learning:
+    """Whether the optimizers of this process find gradients, clear them, and move weights."""
+
+    def __init__(self) -> None:
+        self._looks: WeakKeyDictionary[Optimizer, _Looks] = WeakKeyDictionary()
+        self._removes = [
+            register_optimizer_step_pre_hook(guarded(self._before_step)).remove,
+            register_optimizer_step_post_hook(guarded(self._after_step)).remove,
+        ]
+
+    def close(self) -> None:
+        """Look no longer."""
+        while self._removes:
+            self._removes.pop()()
+
+    def before_backward(self, *, is_plain: bool) -> None:
+        """Note what gradients there are. `is_plain`: autograd adds to them."""
+        looks = [*self._looks.values()]
+        if looks and all(one.looks >= LOOKS or one.is_odd for one in looks):
+            self.close()  # not in a hook: torch goes through them
+        if not self._removes:
+            return
+        for one in looks:
+            one.is_odd |= not is_plain
+            one.backwards += 1
+            if not one.is_cleared:
+                gradients = _gradients(one.weights)
+                one.is_cleared = not gradients
+                if gradients:
+                    one.zeros.append(_are_zero(gradients))
+
+    def found(self) -> dict[str, Any]:
+        """Return what was seen of the worst optimizer, by the names in `Evidence`."""
+        found: list[dict[str, Any]] = []
+        for optimizer, one in self._looks.items():
+            if one.is_odd or one.looks < LEAST:
+                continue
+            reached = sum(int(each.sum()) for each in one.reached)
+            moved = sum(int(each.sum()) for each in one.moved)
+            facts: dict[str, Any] = {
+                "without_gradients": _share(one.without),
+                "uncleared": _share(one.uncleared),
+                "unmoved": 1 - moved / reached if reached else None,
+                "weights_dtype": str(one.weights[0].dtype).removeprefix("torch."),
+                "highest_lr": one.highest_lr,
+                "watched_optimizer": type(optimizer).__name__,
+            }
+            found.append(facts)
+        return max(
+            found,
+            key=lambda one: one["without_gradients"] + one["uncleared"] + (one["unmoved"] or 0.0),
+            default={},
+        )
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if optimizer not in self._looks:
+            every = [each for group in optimizer.param_groups for each in group["params"]]
+            every.sort(key=lambda weights: -weights.numel())
+            largest = [each for each in every if each.device == every[0].device][:TENSORS]
+            self._looks[optimizer] = _Looks([each for each in largest if each.numel()])
+        one = self._looks[optimizer]
+        has_closure = len(args) > 1 and args[1] is not None
+        one.is_odd |= has_closure or kwargs.get("closure") is not None
+        one.is_odd |= not one.weights or (one.steps > 0 and one.backwards == 0)
+        one.steps += 1
+        if one.is_odd or one.steps <= EARLY_STEPS:
+            return
+        gradients = _gradients(one.weights)
+        one.without.append(_are_zero(gradients) if gradients else torch.tensor(True))
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        one.highest_lr = max([*rates, one.highest_lr or 0.0]) if rates else None
+        now = [weights.grad for weights in one.weights]
+        are_same = bool(one.had) and all(
+            a is b for a, b in zip(now, one.had, strict=True) if a is not None
+        )
+        if gradients and are_same and not one.is_cleared:
+            one.uncleared.append(~torch.stack(one.zeros).any())
+        else:
+            one.uncleared.append(torch.tensor(False))
+        one.before = [_some(weights) for weights in one.weights]
+        one.reached = one.reached or [
+            torch.zeros_like(each, dtype=torch.bool) for each in one.before
+        ]
+        one.moved = one.moved or [torch.zeros_like(each, dtype=torch.bool) for each in one.before]
+        for reached, weights in zip(one.reached, one.weights, strict=True):
+            if weights.grad is not None and not weights.grad.is_sparse:
+                reached |= _some(weights.grad) != 0
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        one = self._looks.get(optimizer)
+        if one is None or torch.compiler.is_compiling():
+            return
+        if one.before:
+            one.looks += 1
+            each = zip(one.moved, one.reached, one.weights, one.before, strict=True)
+            for moved, reached, weights, before in each:
+                moved |= reached & (_some(weights) != before)
+            one.before = []
+        one.had = [weights.grad for weights in one.weights]
+        one.backwards, one.is_cleared, one.zeros = 0, False, []
+
+
+def _gradients(weights: list[Tensor]) -> list[Tensor]:
+    """Return the gradients that there are. Sparse ones count as others."""
+    return [each.grad for each in weights if each.grad is not None]
+
+
+def _are_zero(gradients: list[Tensor]) -> Tensor:
+    """Return whether all values are zero that are looked at.
+
+    Shapes: returns a tensor without dimensions.
+    """
+    dense = [_some(each) for each in gradients if not each.is_sparse]
+    on_cpu = torch.stack([(each == 0).all() for each in dense]) if dense else torch.tensor([False])
+    return on_cpu.all()
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Return a copy of some values, of a divided tensor those of this process.
+
+    Shapes: returns (at most SOME,).
+    """
+    own = getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    return own.flatten()[:: max(own.numel() // SOME, 1)][:SOME].clone()
+
+
+def _share(seen: list[Tensor]) -> float:
+    return sum(bool(each) for each in seen) / max(len(seen), 1)

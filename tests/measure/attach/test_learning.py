@@ -1,0 +1,145 @@
+"""Whether weights learn is told by gradients and weights, whatever a loop looks like."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.measure.attach.learning import Learning
+from flatout.measure.evidence import Evidence
+from flatout.measure.rules import rules
+
+HEAD = """
+torch.manual_seed(0)
+net, other = nn.Linear(8, 8), nn.Linear(8, 8)
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+second = torch.optim.SGD(other.parameters(), lr=1e-2)
+x = torch.randn(4, 8)
+def backward(loss):
+    learning.before_backward(is_plain=True)
+    loss.backward()
+def loss_of(module):
+    return module(x).square().mean()
+"""
+HEALTHY = {
+    "plain": "backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()",
+    "cleared before": "optimizer.zero_grad(); backward(loss_of(net)); optimizer.step()",
+    "set to zero": """
+optimizer.zero_grad(set_to_none=False); backward(loss_of(net)); optimizer.step()
+""",
+    "accumulated": """
+for micro in range(3):
+    backward(loss_of(net) / 3)
+optimizer.step()
+net.zero_grad()
+""",
+    "by hand": """
+for weights in net.parameters():
+    weights.grad = None
+backward(loss_of(net))
+optimizer.step()
+""",
+    "adversaries": """
+second.zero_grad()
+backward(loss_of(other))
+second.step()
+optimizer.zero_grad()
+backward(-loss_of(nn.Sequential(net, other)))  # the other one's gradients are cleared later
+optimizer.step()
+""",
+    "a closure": """
+def closure():
+    optimizer.zero_grad()
+    loss = loss_of(net)
+    backward(loss)
+    return loss
+optimizer.step(closure)
+""",
+    "gradients of one's own": """
+learning.before_backward(is_plain=False)
+for weights, gradient in zip(net.parameters(), torch.autograd.grad(loss_of(net), net.parameters())):
+    weights.grad = gradient
+optimizer.step()
+""",
+    "an embedding with sparse gradients": """
+table = space.setdefault("table", nn.Embedding(50, 4, sparse=True))
+sparse = space.setdefault("sparse", torch.optim.SparseAdam(table.parameters(), lr=1e-2))
+sparse.zero_grad()
+backward(table(torch.tensor([1, 2])).square().mean())
+sparse.step()
+""",
+    "a frozen half": """
+net.weight.requires_grad_(False)
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+""",
+}
+FAULTY = {
+    "cleared-gradients": "backward(loss_of(net)); net.zero_grad(); optimizer.step()",
+    "cleared-gradients to zero": """
+backward(loss_of(net)); optimizer.zero_grad(set_to_none=False); optimizer.step()
+""",
+    "cleared-gradients of a copy": "backward(loss_of(other)); other.zero_grad(); optimizer.step()",
+    "uncleared-gradients": "backward(loss_of(net)); optimizer.step()",
+    "uncleared-gradients of another": """
+backward(loss_of(net)); optimizer.step(); second.zero_grad()
+""",
+    "unmoved-weights": """
+optimizer.param_groups[0]["lr"] = 0.0
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+""",
+    "unmoved-weights in bf16": """
+half = space.setdefault("half", nn.Linear(8, 8).bfloat16())
+adam = space.setdefault("adam", torch.optim.Adam(half.parameters(), lr=1e-6))
+backward(half(x.bfloat16()).square().mean()); adam.step(); adam.zero_grad()
+""",
+}
+
+
+def findings(loop: str, steps: int = 14) -> dict[str, str]:
+    """Return what the rules say after some steps of a loop, and the fix, by name."""
+    learning = Learning()
+    space = {"torch": torch, "nn": nn, "learning": learning}
+    space["space"] = space
+    try:
+        exec(HEAD, space)
+        code = compile(loop, "loop", "exec")
+        for _ in range(steps):
+            exec(code, space)
+        evidence = Evidence(source="script", step_s=0.1, **learning.found())
+    finally:
+        learning.close()
+    every = (rule.look(evidence) for rule in rules())
+    return {one.name: f"{one.verdict} {one.fixes[0].text}" for one in every if one is not None}
+
+
+@pytest.mark.parametrize("loop", HEALTHY.values(), ids=HEALTHY)
+def test_a_loop_that_learns_has_no_finding(loop):
+    assert findings(loop) == {}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_loop_that_does_not_learn_is_named(name):
+    assert findings(FAULTY[name]).keys() == {name.partition(" ")[0]}
+
+
+def test_the_fix_is_that_of_the_cause():
+    assert "The learning rate is 0" in findings(FAULTY["unmoved-weights"])["unmoved-weights"]
+    text = findings(FAULTY["unmoved-weights in bf16"])["unmoved-weights"]
+    assert "what bfloat16 can tell apart" in text
+
+
+def test_few_steps_tell_nothing_and_the_hooks_leave_after_the_last_look():
+    assert findings(FAULTY["uncleared-gradients"], steps=5) == {}
+    learning = Learning()
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    before = len(hooks)
+    for _ in range(14):
+        learning.before_backward(is_plain=True)
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert len(hooks) == before - 1
