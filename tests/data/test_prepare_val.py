@@ -1,11 +1,9 @@
 """Separate validation text."""
 
-import json
 from functools import partial
 
 import numpy as np
 import pytest
-from manifests import seal
 from prepared import content, documents, prepared, write_rows
 
 from flatout.data.prepare.pack.range_files import ShardWriter
@@ -123,22 +121,6 @@ def test_an_existing_dataset_is_kept_and_other_validation_text_rejected(train, v
     prepared(train, out=tmp_path / "plain")
     with pytest.raises(DataError, match=f"its validation text is nothing, and {val} is requested"):
         prepare_dataset([train], tmp_path / "plain", options)
-
-
-def test_a_dataset_older_than_separate_validation_text_is_recognised(train, tmp_path):
-    made = prepared(train, out=tmp_path / "out", split="hash 0.2")
-    manifest = json.loads((made.path / "manifest.json").read_text())
-    del manifest["source"]["val"], manifest["source"]["val_fingerprint"]
-    (made.path / "manifest.json").write_text(json.dumps(manifest))
-    seal(made.path / "manifest.json")
-    assert prepared(train, out=tmp_path / "out", split="hash 0.2").existed
-
-
-def test_a_split_rule_and_validation_text_exclude_each_other(train, val, tmp_path):
-    with pytest.raises(
-        DataError, match=r"--val names the validation text, and --split 'tail 0.1' takes it"
-    ):
-        prepared("missing.txt", out=tmp_path / "out", split="tail 0.1", val=(val,))
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "train:300"])

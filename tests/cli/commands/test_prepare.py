@@ -124,8 +124,3 @@ def test_a_document_cut_for_validation_counts_once(book, tmp_path):
         made = prepare([str(rows)], tmp_path / split, tokenizer="byte", split=split)
         assert made.documents == 3
         assert inspect(tmp_path / split).value("documents") == 3
-
-
-def test_out_is_a_local_directory(book):
-    with pytest.raises(DataError, match=r"s3://bucket/book is a URL.*flatout push DIR URL"):
-        prepare([str(book)], "s3://bucket/book")

@@ -206,14 +206,6 @@ def test_a_template_that_rejects_a_row_is_quoted():
         example(renderer(template))
 
 
-@pytest.mark.parametrize("end", ["", "\n", ".", "x" * 5000], ids=len)
-def test_a_template_without_an_end_of_turn_is_rejected(end):
-    what = "5,000 characters" if len(end) == 5000 else f"only '{end.strip()}'"
-    what = what if end.strip() else "nothing"
-    with pytest.raises(DataError, match=f"writes {what} after .*could not learn to end"):
-        _ = renderer("{% for m in messages %}{{ m.content }}" + end + "{% endfor %}").end
-
-
 def test_a_template_that_rejects_a_question_and_its_answer_is_rejected():
     with pytest.raises(DataError, match="A question with its answer is rejected"):
         _ = renderer("{{ raise_exception('no') }}").end

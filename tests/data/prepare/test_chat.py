@@ -13,7 +13,7 @@ from prepared import write_rows
 from flatout.data.conversation.templates import stored_template
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
-from flatout.errors import DataError, OutputInUse, TooLittleText
+from flatout.errors import DataError, OutputInUse
 
 IM = ("<|im_start|>", "<|im_end|>")
 
@@ -122,11 +122,6 @@ def test_a_conversation_is_never_cut(rows, tmp_path, split):
     assert shown(made.path, "val").startswith("System:\nBe brief.")
 
 
-def test_a_single_conversation_cannot_be_split(tmp_path):
-    with pytest.raises(TooLittleText, match="a single conversation cannot be split"):
-        prepared(write_conversations(tmp_path / "c.jsonl", count=1), tmp_path)
-
-
 def test_rows_of_parquet_give_the_same_tokens(rows, tmp_path):
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     pyarrow = pytest.importorskip("pyarrow")
@@ -170,14 +165,6 @@ def test_another_template_is_another_dataset(rows, tmp_path):
         prepared(rows, tmp_path, chat="chatml")
     with pytest.raises(OutputInUse, match="chat_template is 'plain', and None is requested"):
         prepared(rows, tmp_path, chat=None, text_field="id")
-
-
-def test_options_that_contradict_conversations_are_rejected(rows, tmp_path):
-    with pytest.raises(DataError, match="--mask-field and --chat"):
-        prepared(rows, tmp_path, mask_field="prompt")
-    with pytest.raises(DataError, match="--max-bytes and --chat"):
-        prepared(rows, tmp_path, max_bytes=100)
-    assert prepared(rows, tmp_path, max_documents=6).manifest.documents == 6
 
 
 def test_text_without_rows_has_no_conversations(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from prepared import prepared
 
 from flatout.data.prepare.pack.range_files import RangeRecord
-from flatout.data.prepare.pipeline import BAD_ROWS, BadRowLimit, Options, prepare_dataset
+from flatout.data.prepare.pipeline import BAD_ROWS, BadRowLimit
 from flatout.data.store.manifest import FileEntry, ShardEntry, SkippedRows, SplitCounts
 from flatout.errors import DataError
 from flatout.storage.files import Unfinished
@@ -68,11 +68,6 @@ def test_a_higher_limit_resumes_the_work(tmp_path):
     assert prepared(rows, out=tmp_path / "out", **options).existed, (
         "the limit is not part of the description"
     )
-
-
-def test_a_limit_of_bad_rows_that_are_not_skipped_is_rejected(tmp_path):
-    with pytest.raises(DataError, match="--max-bad-rows"):
-        prepare_dataset(["missing.txt"], tmp_path / "out", Options(max_bad_rows=5))
 
 
 SKIPPING = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}

@@ -70,9 +70,3 @@ def test_unusable_tokens_leave_nothing(tmp_path, train, val, tokenizer, wanted):
     with pytest.raises(DataError, match=wanted):
         flatout.write_dataset(tmp_path / "out", train, val, tokenizer=tokenizer)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_with_files_is_kept(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="not an empty directory"):
-        flatout.write_dataset(tmp_path, [[1]], [[1]], tokenizer="byte")

@@ -1,5 +1,3 @@
-import fcntl
-import os
 import zlib
 from itertools import pairwise
 
@@ -128,37 +126,12 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path, stub_tokenizer):
     assert "00007.bin" not in contents(tmp_path / "set")
 
 
-def test_two_writers_of_one_directory_are_rejected(tmp_path, stub_tokenizer):
-    (tmp_path / ".set.part").mkdir()
-    other = os.open(tmp_path / ".set.part", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(DataError, match=r"Another process is writing .*set"):
-            DatasetWriter(tmp_path / "set", stub_tokenizer)
-    finally:
-        os.close(other)
-
-
-def test_an_occupied_directory_is_left_alone(tmp_path, stub_tokenizer):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "mine.txt").write_text("mine")
-    with pytest.raises(DataError, match="not an empty directory"):
-        DatasetWriter(tmp_path / "set", stub_tokenizer)
-    assert contents(tmp_path / "set") == {"mine.txt": b"mine"}
-
-
 def test_an_empty_directory_is_filled(tmp_path, stub_tokenizer, monkeypatch):
     (tmp_path / "set").mkdir()
     monkeypatch.chdir(tmp_path / "set")
     with DatasetWriter(".", stub_tokenizer) as writer:
         finish(writer)
     assert Dataset.open(tmp_path / "set").manifest.tokens == 0
-
-
-def test_an_unwritable_disk_is_an_error(tmp_path, stub_tokenizer):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"Cannot write .*can be written"):
-        DatasetWriter(tmp_path / "file" / "set", stub_tokenizer)
 
 
 def test_a_full_disk_is_an_error(tmp_path, stub_tokenizer, monkeypatch):

@@ -215,24 +215,6 @@ def test_a_file_that_the_system_rejects_is_not_a_bad_row(tmp_path, name):
         list(part.rows())
 
 
-def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
-    (tmp_path / "shakespeare.txt").write_text("x")
-    with pytest.raises(
-        DataError, match=r"There is no file .*shakspeare\.txt.*Did you mean '.*/shakespeare\.txt'"
-    ):
-        rows(tmp_path / "shakspeare.txt")
-    with pytest.raises(DataError, match="There is no directory"):
-        rows(tmp_path / "nowhere" / "a.txt")
-
-
-def test_a_directory_without_text_names_what_it_contains(tmp_path):
-    with pytest.raises(DataError, match="empty directory"):
-        rows(tmp_path)
-    (tmp_path / "a.py").write_text("x")
-    with pytest.raises(DataError, match=r"contains no file.*\*\*/\*\.py"):
-        rows(tmp_path)
-
-
 def test_the_fingerprint_depends_on_the_content_not_the_path_or_the_tasks(tmp_path, monkeypatch):
     def mark(path):
         return "\n".join(part.fingerprint for part in files.files(str(path)) if part.fingerprint)

@@ -1,12 +1,11 @@
 """Datasets by name, read from a hub with the layout of the real one."""
 
 import json
-import sys
 
 import pytest
 
 from flatout.data.prepare.request.inputs import open_corpus
-from flatout.errors import DataError, MissingPackage
+from flatout.errors import DataError
 
 READ = """
 import json, pickle, sys
@@ -101,15 +100,6 @@ def test_a_damaged_file_is_a_bad_row(stories, ask_hub):
     stories.files[place] = stories.files[place][:40] + bytes(60) + stories.files[place][100:]
     (answer,) = ask_hub(READ, json.dumps([["hub:org/stories", {}]]))
     assert answer["rows"] == [*ROWS[:3], "cannot be read"]
-
-
-def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        MissingPackage,
-        match=r"hub:org/set needs the package huggingface_hub.*pip install \"flatout\[hub\]\"",
-    ):
-        open_corpus(["hub:org/set"])
 
 
 def test_a_name_is_needed():

@@ -1,13 +1,11 @@
 import bz2
 import gzip
-import importlib
-import sys
 
 import pytest
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.sources import LeftOut, files
-from flatout.errors import DataError, MissingPackage
+from flatout.errors import DataError
 from flatout.storage.remote import connection, reading
 
 ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(3000))
@@ -110,16 +108,6 @@ def test_the_fingerprint_of_a_remote_file_is_its_servers_tag(web):
 def test_an_unknown_protocol_is_rejected():
     with pytest.raises(DataError, match=r"s4://bucket/a\.txt: Protocol not known: s4\. Fix: .*s3"):
         files.files("s4://bucket/a.txt")
-
-
-def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
-    with pytest.raises(
-        MissingPackage,
-        match=r's3://bucket/a\.txt needs the package s3fs.*pip install "flatout\[s3\]"',
-    ):
-        files.files("s3://bucket/a.txt")
 
 
 def test_secrets_in_a_url_are_not_stored(web, tmp_path):

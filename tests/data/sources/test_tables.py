@@ -3,14 +3,13 @@
 import gzip
 import pickle
 import re
-import sys
 import tracemalloc
 
 import pytest
 
 from flatout.data.sources import BadRow, Document, files, tables
 from flatout.data.sources.fields import Fields
-from flatout.errors import DataError, MissingPackage
+from flatout.errors import DataError
 from flatout.storage.remote import connection
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -172,17 +171,6 @@ def test_a_failing_server_is_not_a_bad_row(numbers, web, monkeypatch):
     web.faults = ["500"] * 5
     with pytest.raises(DataError, match=r"a\.parquet at byte \d.*5 attempts"):
         list(part.rows())
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.feather"])
-def test_a_missing_package_is_reported_before_anything_is_read(tmp_path, monkeypatch, name):
-    (tmp_path / name).write_text("text\none\n")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        MissingPackage,
-        match=rf"{name} needs the package pyarrow.*pip install \"flatout\[parquet\]\"",
-    ):
-        files.files(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.feather"])

@@ -91,13 +91,6 @@ def test_a_row_that_is_too_long_is_bad_and_the_others_are_read(tmp_path, monkeyp
         assert "a separate text file, which is cut where it is too long" in bad.error.fix
 
 
-def test_a_number_that_is_too_long_is_named_without_a_python_setting(tmp_path):
-    (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "n": {"1" * 5000}}}\n')
-    (bad,) = rows_of(tmp_path / "a.jsonl")
-    assert "a number has more than 4,300 digits" in bad.error.what
-    assert "set_int_max" not in bad.error.what
-
-
 @pytest.mark.parametrize(
     ("encoding", "content", "what", "named"),
     [

@@ -179,19 +179,6 @@ def test_the_tail_is_of_the_documents_within_the_limits():
     assert texts(cut) == ["x" * 50]
 
 
-@pytest.mark.parametrize("groups", [[["x"]], [["ab"]]])
-def test_a_text_too_short_to_split_is_rejected(groups):
-    with pytest.raises(DataError, match="cannot be split"):
-        make_plan(tasks_of(*groups), split="tail 0.9")
-
-
-def test_an_invalid_rule_is_rejected():
-    wrong = "|tail|tail 0|tail 1|tail 1.5|head 0.1|hash x|hash -0.1|0.1|tail 0.1.2|tail nan"
-    for text in wrong.split("|"):
-        with pytest.raises(DataError, match="is not a split rule"):
-            parse_rule(text)
-
-
 @pytest.mark.parametrize("text", ["tail 0.1", "tail:0.1", "tail=0.1", " tail  1e-1 "])
 def test_a_rule_has_several_spellings(text):
     assert parse_rule(text) == ("tail", 0.1)

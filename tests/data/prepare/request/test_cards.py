@@ -108,12 +108,6 @@ def test_from_replaces_a_cards_download(cards, tmp_path):
     assert corpus.split == "tail 0.2"
 
 
-def test_from_rejects_a_different_file(cards, tmp_path):
-    (tmp_path / "mine.txt").write_text(TEXT + "x")
-    with pytest.raises(DataError, match=r"mine\.txt has \d+ bytes, not .*without --from"):
-        open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
-
-
 def test_a_card_that_cannot_be_downloaded_names_from(cards, tmp_path):
     cards["play"]["url"] = "http://127.0.0.1:9/input.txt"
     (tmp_path / "file").write_text("x")
@@ -143,13 +137,6 @@ def test_downloads_are_found_in_the_cache_that_the_environment_names(cards, tmp_
     (tmp_path / "cache" / "play").mkdir(parents=True)
     (tmp_path / "cache" / "play" / "input.txt").write_text(TEXT)
     assert texts(open_corpus(["play"])) == [TEXT]
-
-
-def test_from_needs_exactly_one_card(cards, tmp_path):
-    (tmp_path / "mine.txt").write_text(TEXT)
-    for sources in (["generated:words"], [str(tmp_path / "mine.txt")], ["play", "play"]):
-        with pytest.raises(DataError, match="--from replaces the download of one dataset card"):
-            open_corpus(sources, from_file=str(tmp_path / "mine.txt"))
 
 
 def test_a_card_takes_precedence_over_a_directory_of_its_name(cards, said, tmp_path, monkeypatch):

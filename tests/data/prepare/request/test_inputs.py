@@ -14,11 +14,6 @@ def type_in(monkeypatch, content):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_a_source_is_required():
-    with pytest.raises(DataError, match="No source is named"):
-        open_corpus([])
-
-
 def test_any_text_but_a_card_can_be_validation_text(cards, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b")

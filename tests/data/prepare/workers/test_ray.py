@@ -255,14 +255,6 @@ def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
     ).read_bytes()
 
 
-def test_a_missing_ray_is_reported_with_its_install_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(
-        MissingPackage, match=r'needs the package ray.*pip install "flatout\[ray\]"'
-    ):
-        engine_named("ray")
-
-
 def test_an_unknown_engine_is_rejected_with_the_nearest_name():
     with pytest.raises(
         ConfigError, match=r"no engine named 'rey'.*Did you mean 'ray'\? Known: local, ray"
