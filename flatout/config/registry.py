@@ -27,6 +27,8 @@ from flatout.errors import ConfigError
 from flatout.storage.recognised import require_local
 
 PACKAGE_DIR = Path(__file__).parents[1]
+CLOSE = 0.78
+"""Share of the letters by which a name counts as misspelt."""
 SHORTEST_PART = 3
 """Minimum length of a name that is matched as a prefix of another."""
 
@@ -46,14 +48,11 @@ def is_user_code(file: str) -> bool:
 def misspelt(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` is with a typing error or two, or None.
 
-    It shares more than four fifths of the letters, or differs by one slip. Case, leading dashes,
-    and the difference between - and _ are ignored.
+    It shares nearly four fifths of the letters. Case, leading dashes, and the difference
+    between - and _ are ignored.
     """
     by_word = {_word(k): k for k in known}
-    word = _word(name)
-    found = difflib.get_close_matches(word, by_word, n=1, cutoff=0.81)
-    if not found and len(word) >= SHORTEST_PART:
-        found = [other for other in by_word if _one_slip(word, other)]
+    found = difflib.get_close_matches(_word(name), by_word, n=1, cutoff=CLOSE)
     return by_word[found[0]] if found else None
 
 
@@ -71,7 +70,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     shorter = [o for o in by_word if len(o) >= SHORTEST_PART and word.startswith(o)]
     found = (
         sorted(shorter, key=len, reverse=True)
-        or difflib.get_close_matches(word, by_word, n=1, cutoff=0.67)
+        or difflib.get_close_matches(word, by_word, n=1, cutoff=0.66)
         or (longer if len(longer) == 1 else [])
     )
     return by_word[found[0]] if found else None
@@ -79,15 +78,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def _word(name: str) -> str:
     return name.lower().lstrip("-").replace("_", "-")
-
-
-def _one_slip(word: str, other: str) -> bool:
-    """Return whether the words differ by one inserted, deleted, changed or swapped letter."""
-    while word and word[0] == other[:1]:
-        word, other = word[1:], other[1:]
-    while word and word[-1] == other[-1:]:
-        word, other = word[:-1], other[:-1]
-    return max(len(word), len(other)) <= 1 or (len(word) == 2 and word == other[::-1])
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
