@@ -273,6 +273,21 @@ def build_run(tmp_path):
         run.loader.close()
 
 
+@pytest.fixture
+def planned(build_run, tiny_config):
+    """Return a run of 100 steps, which is not trained."""
+    return build_run(tiny_config(train__steps=100))
+
+
+@pytest.fixture
+def past(planned):
+    """Return a function from fields to the record of a run like `planned` with these fields."""
+    from flatout.assembly.measured import past_run
+
+    record = past_run(planned.config, planned.decisions)
+    return lambda **fields: record.model_copy(update=fields)
+
+
 @pytest.fixture(scope="session")
 def fox_run(tmp_path_factory):
     """A directory with a run of three steps, a checkpoint at each, and the run's result."""

@@ -188,7 +188,7 @@ class Parts:
     readback: Callable[[], Readback] = ImmediateReadback
     """Makes the readback of metrics from the device."""
     state_saver: Callable[[], Any] = named("flatout.training.checkpoint.savers:Saver")
-    """Makes the writer of checkpoints, an `assembly.run.StateSaver`."""
+    """Makes the writer of checkpoints. All ranks call the same methods at the same points."""
     gc: Callable[[], AbstractContextManager[Callable[[int], None]]] = automatic_gc
     """Context of the training loop that yields a callback to call after each step."""
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext

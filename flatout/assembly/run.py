@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from flatout.models.lora import with_adapters
 from flatout.optim.groups import OptimizerParts, optimizers_of
 from flatout.optim.loss_scale import LossScaler
 from flatout.optim.step_guard import StepGuard
-from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
@@ -48,50 +47,6 @@ class Saved:
     """Time from the call in the loop until it was complete."""
     blocked_s: float
     """Time that the loop spent writing it or waiting for it."""
-
-
-class StateSaver(Protocol):
-    """Writes checkpoints. All ranks call the same methods at the same points."""
-
-    newest_step: int | None
-    """The last step that this process saved or started to save."""
-
-    def save(
-        self,
-        run: Run,
-        *,
-        environment: JsonObject,
-        keep: int | None,
-        keep_every: int | None = None,
-        info: JsonObject | None = None,
-        progress: Progress = SILENT,
-    ) -> None:
-        """Write the state or start writing it, then delete what `catalog.prune` does not keep.
-
-        `info` is stored beside the state: catalog.CheckpointInfo.
-        Raises: RunFailed, CheckpointError.
-        """
-
-    def finished(self, progress: Progress = SILENT) -> list[Saved]:
-        """Return the checkpoints completed since the last call.
-
-        Raises: RunFailed, CheckpointError when a background save failed.
-        """
-
-    def wait(self, progress: Progress = SILENT) -> None:
-        """Wait until the pending checkpoint is complete.
-
-        Raises: RunFailed, CheckpointError when it failed.
-        """
-
-    def before_update(self) -> None:
-        """Make the optimizer's step wait until the weights have been copied."""
-
-    def close(self, progress: Progress = SILENT) -> None:
-        """Wait for the pending checkpoint, without communicating with other ranks."""
-
-    def abandon(self) -> None:
-        """Give up the pending checkpoint without waiting. Earlier checkpoints are not affected."""
 
 
 class Pulse:
@@ -139,7 +94,8 @@ class Run:
     reader: SequenceReader
     loader: DirectLoader | PrefetchLoader = field(init=False)
     readback: Readback
-    saver: StateSaver
+    saver: Any
+    """Writes checkpoints: see checkpoint/savers.py."""
     peak: Peak | None = None
     scaler: LossScaler | None = None
     guard: StepGuard = field(default_factory=StepGuard)

@@ -34,7 +34,8 @@ CPU's way.
 """
 START_TIMEOUT_S = 600.0
 """How long a process waits for the others to start. Nodes of a cluster can start minutes apart."""
-REPORT_EVERY_S = 10.0
+REPORT_AFTER_S = 10.0
+"""How long a process waits before it says so."""
 TIMEOUT = timedelta(hours=6)
 """How long connected processes wait for each other: rank 0 may download a dataset or a checkpoint,
 or hash large ones. A process that ends is noticed at once, and the watchdog reports one that hangs.
@@ -154,7 +155,7 @@ def launcher() -> int | None:
 def _join(backend: str, ranks: Ranks, **options: Any) -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        with _progress_reported(ranks, address), _ended_by_signals():
+        with _wait_reported(ranks, address), _ended_by_signals():
             store, _, _ = next(
                 rendezvous(
                     "env://",
@@ -216,30 +217,19 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _progress_reported(ranks: Ranks, address: str) -> Iterator[None]:
-    """Report every few seconds, from a thread, that this process waits for the others.
-
-    Every process reports, since rank 0 may be the missing one.
-    """
-    connected = threading.Event()
-
-    def report() -> None:
-        start_s = time.monotonic()
-        while not connected.wait(REPORT_EVERY_S):
-            waited_s = time.monotonic() - start_s
-            line = (
-                f"[rank {ranks.rank}] Waiting at {address} for the other processes of "
-                f"{ranks.world_size}: {waited_s:.0f} s of {START_TIMEOUT_S:.0f} s"
-            )
-            print(line, file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=report, name="flatout-rendezvous", daemon=True)
-    thread.start()
+def _wait_reported(ranks: Ranks, address: str) -> Iterator[None]:
+    """Say that this process waits for the others, if it does for long. Rank 0 may be missing."""
+    line = (
+        f"[rank {ranks.rank}] Waiting at {address} for the other processes of {ranks.world_size}, "
+        f"up to {START_TIMEOUT_S:.0f} s."
+    )
+    timer = threading.Timer(REPORT_AFTER_S, print, (line,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        connected.set()
-        thread.join()
+        timer.cancel()
 
 
 def disconnect() -> None:

@@ -26,8 +26,6 @@ from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
 from flatout.storage.json_io import JsonObject
 
-INIT_STD = 0.02
-"""Standard deviation of initial weights."""
 GATE_BIAS = -2.0
 """An initial gate passes an eighth, so that each block changes little at first."""
 LEAN_CHUNK = 64
@@ -194,30 +192,16 @@ class Eigenstate(EmbeddingModel):
         return RecurrentDecoder(self, self.token_limit(max_tokens) if is_limited else None)
 
     def init_weights(self) -> None:
-        """Initialise every parameter.
-
-        Matrices are normal(0, 0.02), biases 0, norms 1, gate biases -2, and eigenvalues follow
-        `model.initialisation`. The two matrices of a block that add to the hidden states get 0.02 /
-        sqrt(2 L), as in GPT-2. The drive's, which follows a norm, gets 1 / sqrt(D): a drive of unit
-        variance at any width.
-        """
-        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        stds = {
-            "drive": self.config.d_model**-0.5,
-            "output": residual_std,
-            "down": residual_std,
-            "coupling": 1.0,
-        }
-        for name, parameter in self.own_parameters():
-            if name.endswith("bias"):
-                nn.init.constant_(parameter, GATE_BIAS if name.endswith("gate.bias") else 0.0)
-            elif parameter.dim() == 1:
-                nn.init.ones_(parameter)
-            else:
-                last = name.removesuffix(".weight").rpartition(".")[-1]
-                nn.init.normal_(parameter, std=stds.get(last, INIT_STD))
+        """Initialise every parameter as in GPT-2, but gate biases with -2, and the eigenvalues."""
+        super().init_weights()
+        for block in self.blocks:
+            nn.init.constant_(block.recurrence.gate.bias, GATE_BIAS)  # type: ignore[union-attr, arg-type]
         for eigenvalues in self._eigenvalues():
             eigenvalues.init_weights()
+
+    def own_stds(self) -> dict[str, float]:
+        """Return those of the drive, which has unit variance at any width, and of the coupling."""
+        return {"drive": self.config.d_model**-0.5, "coupling": 1.0}
 
     def _eigenvalues(self) -> list[Eigenvalues]:
         return [module for module in self.modules() if isinstance(module, Eigenvalues)]

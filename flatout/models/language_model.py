@@ -9,6 +9,7 @@ Letters: B rows, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ ParameterKind = Literal["hidden", "embedding", "head", "vector"]
 weight; vector: a norm or a bias.
 """
 
+INIT_STD = 0.02
+"""Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
 DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uniform_}
 """What models draw their weights with."""
 
@@ -499,6 +502,28 @@ class EmbeddingModel(LanguageModel):
         if self.split is not None:
             hidden_BTD = self.split.gathered(hidden_BTD)
         return hidden_BTD, local(output.weight)
+
+    def init_weights(self) -> None:
+        """Initialise every parameter: matrices normal(0, 0.02), biases 0, norms 1.
+
+        The two matrices of a block that add to the hidden states, `output` and `down`, get 0.02 /
+        sqrt(2 L), so that the sum over the blocks does not grow with their number. Source: GPT-2
+        (Radford et al. 2019, section 2.3).
+        """
+        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
+        stds = {"output": residual_std, "down": residual_std} | self.own_stds()
+        for name, parameter in self.own_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                last = name.removesuffix(".weight").rpartition(".")[-1]
+                nn.init.normal_(parameter, std=stds.get(last, INIT_STD))
+
+    def own_stds(self) -> dict[str, float]:
+        """Return the standard deviations of other matrices, by the last part of their names."""
+        return {}
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name. A tied head is an embedding."""

@@ -24,8 +24,6 @@ from flatout.models.language_model import Decoder, EmbeddingModel, Flops, Langua
 from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
 
-INIT_STD = 0.02
-"""Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": functional.silu, "geglu": layers.gelu}
 """Activations of the gate in a gated MLP."""
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -501,23 +499,6 @@ class Transformer(EmbeddingModel):
         dtype = product_dtype(weight, weight)
         found = masks(self.ops.attention, tokens_BT, doc_ids_BT, windows, dtype)
         return (found,) if found else ()
-
-    def init_weights(self) -> None:
-        """Initialise every parameter: matrices normal(0, 0.02), biases 0, norms 1.
-
-        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), so that the
-        sum over the blocks does not grow with their number. Source: GPT-2 (Radford et al. 2019,
-        section 2.3).
-        """
-        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.own_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 1:
-                nn.init.ones_(parameter)
-            else:
-                is_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=residual_std if is_residual else INIT_STD)
 
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs per token in sequences of `seq_len`.

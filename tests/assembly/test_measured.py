@@ -25,32 +25,17 @@ from flatout.assembly.resolve import tokens_to_score
 from flatout.hardware.machine import Gpu, Machine
 
 
-@pytest.fixture
-def run(build_run, tiny_config):
-    return build_run(tiny_config(train__steps=100))
-
-
-@pytest.fixture
-def past(run):
-    """Return a record of a run like `run`, with other fields laid over it."""
-
-    def make(**fields):
-        return past_run(run.config, run.decisions).model_copy(update=fields)
-
-    return make
-
-
-def test_every_evaluation_is_counted(run):
-    whole = run.dataset.split("val").num_tokens
+def test_every_evaluation_is_counted(planned):
+    whole = planned.dataset.split("val").num_tokens
 
     def scored(**values):
         keys = {f"train.{key}": value for key, value in values.items()}
-        return tokens_to_score(run.config.with_values(keys), run.dataset)
+        return tokens_to_score(planned.config.with_values(keys), planned.dataset)
 
     assert scored() == whole
     assert scored(eval_every=25) == 4 * whole
     assert scored(eval_every=25, eval_tokens=100) == 4 * 100 + whole
-    assert tokens_to_score(run.config, None) == 0
+    assert tokens_to_score(planned.config, None) == 0
 
 
 def test_what_chose_the_micro_batch_is_no_speedup_of_the_run():
@@ -113,16 +98,16 @@ def test_an_unreadable_file_counts_as_absent(tmp_path, past):
     assert not read("A-GPU", tmp_path).runs, "two names share a file"
 
 
-def test_the_digest_covers_what_decides_the_arithmetic(run):
-    def digest(decisions=run.decisions, world_size=1, **values):
-        config = run.config.with_values({k.replace("__", "."): v for k, v in values.items()})
+def test_the_digest_covers_what_decides_the_arithmetic(planned):
+    def digest(decisions=planned.decisions, world_size=1, **values):
+        config = planned.config.with_values({k.replace("__", "."): v for k, v in values.items()})
         return past_run(config, decisions, world_size).digest
 
-    fewer = [decision for decision in run.decisions if decision.name != "prefetch"]
+    fewer = [decision for decision in planned.decisions if decision.name != "prefetch"]
     values = [{"lora__rank": 4}, {"lora__rank": 8}, {"optim__kind": "muon"}, {"data__seq_len": 8}]
     changed = [{"decisions": fewer}, {"world_size": 2}, *values]
     assert len({digest(), *(digest(**each) for each in changed)}) == 7
-    same = (digest(decisions=run.decisions[::-1]), digest(batch__rows_per_device=8))
+    same = (digest(decisions=planned.decisions[::-1]), digest(batch__rows_per_device=8))
     assert set(same) == {digest()}
 
 

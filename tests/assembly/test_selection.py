@@ -296,28 +296,21 @@ def test_a_precision_is_provided_by_the_one_that_a_named_speedup_needs(own):
     assert found & {"bf16", "bf16-products", own} == {"bf16", own}
 
 
-def test_auto_and_edits_of_it_let_auto_decide_the_rest():
+def test_a_request_is_parsed_and_edited():
     assert all(parse_request(each).auto for each in ("auto", "auto,-compile", "+compile", "-bf16"))
     assert not parse_request("bf16,compile").auto
     assert not parse_request("none").named
-
-
-def test_adding_names_drops_the_edits_that_left_them_out():
-    added = adding("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"])
-    assert added == "auto,-bf16,+fused-adamw,+compile"
-    assert adding(("bf16",), ["compile"]) == "bf16,compile"
-    assert adding("-fused-adamw", ["fused-adamw"]) == "+fused-adamw"
-
-
-def test_removing_a_name_keeps_the_rest():
-    assert removing("bf16", "auto,+bf16,-compile") == "auto,-compile"
-    assert removing("bf16", "+bf16") == "auto"
-    assert removing("bf16", "bf16") == "none"
-
-
-def test_underscores_are_accepted_for_hyphens():
     assert parse_request("fused_adamw").named == ("fused-adamw",)
     assert parse_request("auto,-fused_adamw").dropped == ("fused-adamw",)
+    for request, names, added in (
+        ("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"], "auto,-bf16,+fused-adamw,+compile"),
+        (("bf16",), ["compile"], "bf16,compile"),
+        ("-fused-adamw", ["fused-adamw"], "+fused-adamw"),
+    ):
+        assert adding(request, names) == added
+    for request, rest in (("auto,+bf16,-compile", "auto,-compile"), ("+bf16", "auto")):
+        assert removing("bf16", request) == rest
+    assert removing("bf16", "bf16") == "none"
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,6 @@ def test_a_window_limits_the_visible_tokens():
     config = make_config(num_layers=5, window=3, full_attention_every=2)
     blocks = Transformer(config, FAST).blocks
     assert [block.attention.window for block in blocks] == [3, None, 3, None, 3]
-    assert len({repr(block) for block in blocks}) == 2, "the memory estimate tells them apart"
 
 
 def test_more_tokens_than_positions_are_rejected_with_a_fix():

@@ -26,26 +26,11 @@ FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
 
 
 @pytest.fixture
-def run(build_run, tiny_config):
-    return build_run(tiny_config(train__steps=100))
+def memory(planned, monkeypatch):
+    """Return the predicted memory of `planned`, with other fields of the estimate."""
+    found = estimate(workload_of(planned.config), 4, 2)
 
-
-@pytest.fixture
-def past(run):
-    """Return a record of a run like `run`, with other fields laid over it."""
-
-    def make(**fields):
-        return past_run(run.config, run.decisions).model_copy(update=fields)
-
-    return make
-
-
-@pytest.fixture
-def memory(run, monkeypatch):
-    """Return the predicted memory of `run`."""
-    found = estimate(workload_of(run.config), 4, 2)
-
-    def predict(config=run.config, decisions=run.decisions, **fields):
+    def predict(config=planned.config, decisions=planned.decisions, **fields):
         monkeypatch.setattr(prediction, "estimate", lambda *_: replace(found, **fields))
         this = past_run(config, decisions)
         return predict_memory(this, workload_of(config), context=GIB)[0]
@@ -54,10 +39,12 @@ def memory(run, monkeypatch):
 
 
 @pytest.fixture
-def time(run):
-    def predict(*runs, peak=PEAK, decisions=run.decisions, **more):
-        this = past_run(run.config, decisions)
-        return predict_time(this, run.config, flops_per_token=FLOPS, peak=peak, runs=runs, **more)
+def time(planned):
+    def predict(*runs, peak=PEAK, decisions=planned.decisions, **more):
+        this = past_run(planned.config, decisions)
+        return predict_time(
+            this, planned.config, flops_per_token=FLOPS, peak=peak, runs=runs, **more
+        )
 
     return predict
 
@@ -69,18 +56,18 @@ def test_a_process_has_an_assumed_overhead(memory):
     assert found.error == 0.1
 
 
-def test_the_heap_of_a_cpu_keeps_holes_of_the_largest_tensor(memory, run):
+def test_the_heap_of_a_cpu_keeps_holes_of_the_largest_tensor(memory, planned):
     """Measured with a vocabulary of 32,768: up to 1.7 GiB beyond all tensors."""
-    found, on_gpu = memory(largest=GIB), run.config.with_values({"train.device": "cuda"})
+    found, on_gpu = memory(largest=GIB), planned.config.with_values({"train.device": "cuda"})
     assert found.total - memory(largest=0).total == found.reserved - found.estimate.total == 2 * GIB
     assert found.error > 0.5
     assert memory(on_gpu, largest=GIB).total == memory(on_gpu).total
 
 
-def test_a_compiled_model_may_need_much_less_on_every_device(memory, run):
-    compiled = [*run.decisions, Decision("compile", True, "")]
+def test_a_compiled_model_may_need_much_less_on_every_device(memory, planned):
+    compiled = [*planned.decisions, Decision("compile", True, "")]
     for device in ("cpu", "cuda"):
-        config = run.config.with_values({"train.device": device})
+        config = planned.config.with_values({"train.device": device})
         found = memory(config=config, decisions=compiled)
         assert found.error is None
         assert "usually needs less" in found.source
@@ -120,11 +107,11 @@ def test_of_two_runs_the_one_that_was_not_disturbed_decides(time, past):
     assert time(alone, past(tokens_per_s=9.0, rows_per_device=8)).tokens_per_s == 1.0
 
 
-def test_the_time_has_the_evaluations_and_what_an_earlier_run_needed_besides(time, run, past):
+def test_the_time_has_the_evaluations_and_what_an_earlier_run_needed_besides(time, planned, past):
     assert time(past(tokens_per_s=100.0)).wall_s == pytest.approx(100 * 128 / 100)
     beside = past(tokens_per_s=100.0, beside_s=6.0)
-    scored = run.dataset.split("val").num_tokens / 300
-    assert time(beside, dataset=run.dataset).wall_s == pytest.approx(128 + scored + 6)
+    scored = planned.dataset.split("val").num_tokens / 300
+    assert time(beside, dataset=planned.dataset).wall_s == pytest.approx(128 + scored + 6)
     for rows, beside_s in ((4, 2.0), (8, 6.0)):  # another micro-batch is other code
         earlier = past(tokens_per_s=100.0, rows_per_device=rows, beside_s=6.0, cached_s=4.0)
         assert time(earlier).wall_s == pytest.approx(128 + beside_s)
@@ -135,8 +122,8 @@ STEP_TOKENS = 128
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_gpu_computes_while_it_starts_operations_and_a_cpu_does_not(run, past, memory, device):
-    config = run.config.with_values({"train.device": device})
+def test_a_gpu_alone_computes_while_it_starts_operations(planned, past, memory, device):
+    config = planned.config.with_values({"train.device": device})
     on_cpu = device == "cpu"
     share = ASSUMED_MFU if on_cpu else EAGER_MFU
     starting_s, of_peak = 1000 * STARTING_S, f"an assumed {share:.0%} of the peak"
@@ -152,7 +139,7 @@ def test_a_gpu_computes_while_it_starts_operations_and_a_cpu_does_not(run, past,
         assert assumed_rate(past(), config, 1.0, FLOPS)[0] == pytest.approx(COMPILED_MFU)
 
 
-def test_small_micro_batches_are_slower_also_beside_runs_of_others(run, past, memory):
+def test_small_micro_batches_are_slower_also_beside_runs_of_others(planned, past, memory):
     """A step starts operations, and its optimizer multiplies, however few its tokens are."""
     needs = memory()
     heavy = memory(optimizer_flops=10**10)
@@ -161,10 +148,10 @@ def test_small_micro_batches_are_slower_also_beside_runs_of_others(run, past, me
         found = []
         for rows in (1, 4, 64):
             batch = {"rows_per_device": rows, "accumulate": 2, "tokens_per_step": 32 * rows}
-            config = run.config.model_copy(
-                update={"batch": run.config.batch.model_copy(update=batch)}
+            config = planned.config.model_copy(
+                update={"batch": planned.config.batch.model_copy(update=batch)}
             )
-            this = past_run(config, run.decisions)
+            this = past_run(config, planned.decisions)
             options = {"flops_per_token": FLOPS, "peak": PEAK, "memory": memory, "runs": runs}
             found.append(predict_time(this, config, **options).tokens_per_s)
         return [rate / found[-1] for rate in found]
@@ -176,10 +163,10 @@ def test_small_micro_batches_are_slower_also_beside_runs_of_others(run, past, me
         assert rates(past(tokens_per_s=100.0, **fields)) == pytest.approx(alone)
 
 
-def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run):
+def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, planned):
     eager = time(memory=memory())
     assert "to start each of" in eager.source
     assert eager.tokens_per_s < time().tokens_per_s
-    compiled = [*run.decisions, Decision("compile", True, "")]
+    compiled = [*planned.decisions, Decision("compile", True, "")]
     found = time(memory=memory(decisions=compiled), decisions=compiled)
     assert found.source == "an assumed 30% of the peak"

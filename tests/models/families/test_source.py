@@ -313,5 +313,5 @@ def test_other_files_named_config_are_rejected(theirs, text, error, message):
 
 def test_a_file_of_unknown_tensors_is_rejected(tmp_path):
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"and its tensors \(a, b, \.\.\.\) do not either"):
+    with pytest.raises(CheckpointError, match=r"and its tensors \(a, b\) do not either"):
         find_model(str(tmp_path / "x.safetensors"))
