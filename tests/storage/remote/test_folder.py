@@ -100,3 +100,16 @@ def test_what_a_callback_raises_is_raised_at_once_as_it_is(store, tmp_path, monk
         RemoteFolder("faulty://bucket/there").send(tmp_path / "a", "a", None, advance)
     assert raised.value is error
     assert [moved for moved in called if moved] == [4]
+
+
+def test_a_file_or_the_whole_directory_is_removed_if_it_is_there(store, tmp_path):
+    folder = RemoteFolder("faulty://bucket/there")
+    (tmp_path / "a").write_text("text")
+    for name in ("a", "b"):
+        folder.send(tmp_path / "a", name)
+    folder.remove("a")
+    folder.remove("a")
+    assert list(folder.files()) == ["b"]
+    folder.remove()
+    folder.remove()
+    assert folder.files() == {}

@@ -234,3 +234,11 @@ def test_a_bounded_sample_is_spread_over_one_long_text():
 def test_a_sample_is_never_empty(texts, limit):
     assert any(sample_texts(tasks_of(texts), limit))
     assert list(sample_texts(tasks_of([""]), limit)) == []
+
+
+@pytest.mark.parametrize(
+    ("corpus_mib", "range_mib"),
+    [(0, 1), (64, 1), (640, 10), (4096, 64), (65_536, 64), (65_600, 128), (200_000, 256)],
+)
+def test_the_size_of_a_range_follows_from_the_corpus(corpus_mib, range_mib):
+    assert stage.range_bytes([corpus_mib << 19] * 2) == range_mib << 20
