@@ -106,21 +106,19 @@ def _rows(part: _Part, path: str, number: int, fields: Fields) -> Iterator[Row]:
 
 def _converted(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None]:
     """Yield the rows of a batch: an error for a row that is not UTF-8, None for one too long."""
+    rows = batch.num_rows
     failed: UnicodeDecodeError | None = None
-    rows, num_bytes = batch.num_rows, batch.nbytes
-    limit = min(BATCH_BYTES, ROW_BYTES)
-    at_once = min(BATCH_ROWS, max(limit * rows // max(num_bytes, 1), 1))
-    if rows <= at_once and num_bytes <= ROW_BYTES:
+    if batch.nbytes <= (min(BATCH_BYTES, ROW_BYTES) if rows > 1 else ROW_BYTES):
         try:
             yield from batch.to_pylist()
             return
         except UnicodeDecodeError as error:
-            failed, at_once = error, 1
+            failed = error
     if rows == 1:
         yield failed
         return
-    for start in range(0, rows, at_once):
-        yield from _converted(batch.slice(start, at_once))
+    for half in (batch.slice(0, rows // 2), batch.slice(rows // 2)):
+        yield from _converted(half)
 
 
 def _parquet(piece: Piece, file: IO[bytes]) -> _Table:

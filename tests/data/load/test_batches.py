@@ -83,6 +83,8 @@ def test_a_split_shorter_than_one_sequence_is_rejected(train_split):
     short = r"has 8 tokens. One sequence of data\.seq_len=8 needs 9.*data\.seq_len=7"
     with pytest.raises(DataError, match=short):
         SequenceSteps(train_split(np.arange(8)), plan(), ShardReader())
-    with pytest.raises(DataError, match="the train split is empty"):
-        SequenceSteps(train_split([], ends=[], name="empty"), plan(), ShardReader())
+    for tokens in ([], [7]):  # one token is no target
+        split = train_split(tokens, ends=[1] * len(tokens), name=f"of {len(tokens)}")
+        with pytest.raises(DataError, match="Prepare more text: the train split is empty"):
+            SequenceSteps(split, plan(), ShardReader())
     SequenceSteps(train_split(np.arange(9), name="enough"), plan(), ShardReader())

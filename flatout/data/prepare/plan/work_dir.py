@@ -52,7 +52,7 @@ from flatout.storage.files import (
 )
 from flatout.storage.json_io import JsonObject
 from flatout.storage.streams import shortened
-from flatout.storage.whole import entry_of, problem_of
+from flatout.storage.whole import entry_of, problem_of, publish
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"
@@ -333,9 +333,7 @@ class WorkDir:
                 if path.name not in listed:
                     path.unlink()
             write_whole(self.dataset / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
-            sync(self.dataset)
             refuse_occupied(self.out)
-            self.dataset.replace(self.target)
-            sync(self.target.parent)
+            publish(self.dataset, self.target)
         self.clear()
         return manifest
