@@ -10,7 +10,7 @@ from prepared import content
 from flatout.cli.commands.prepare import prepare
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
-from flatout.data.prepare.plan.work_dir import WorkPart
+from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.request.inputs import open_corpus
 from flatout.data.sources import files
 from flatout.errors import DataError, UsageError
@@ -83,6 +83,21 @@ def test_parts_of_a_different_dataset_are_rejected(rows, tmp_path):
             r"requested",
         ):
             call()
+
+
+def test_a_part_that_plans_at_the_same_time_takes_the_plan_of_the_first(
+    rows, tmp_path, monkeypatch
+):
+    prepare_dataset([rows], tmp_path / "out", OPTIONS, part=WorkPart(1, 2))
+    stored = WorkDir.plan
+    for options in (OPTIONS, Options(tokenizer="byte", split="hash 0.2")):
+        answers = iter([lambda work: None])  # the other has not written it yet
+        monkeypatch.setattr(WorkDir, "plan", lambda work: next(answers, stored)(work))  # noqa: B023
+        if options is OPTIONS:
+            prepare_dataset([rows], tmp_path / "out", options, part=WorkPart(2, 2))
+        else:
+            with pytest.raises(DataError, match="an unfinished, different dataset: tokenizer is"):
+                prepare_dataset([rows], tmp_path / "out", options, part=WorkPart(2, 2))
 
 
 @pytest.mark.slow
