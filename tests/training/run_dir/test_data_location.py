@@ -10,6 +10,7 @@ import pytest
 from flatout.data.store.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.inference.load import load_run
+from flatout.progress import SILENT
 from flatout.training.run import run_training
 from flatout.training.run_dir.data_location import require_tokenizer
 from flatout.training.run_dir.layout import read_config
@@ -58,6 +59,27 @@ def test_the_micro_batch_the_prefetch_and_the_baseline_read_the_same_mix(mixed_c
     for number, changes in enumerate(others):
         found = run_training(mixed_config(**changes), tmp_path / str(number))
         assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-5), changes
+
+
+def test_of_a_large_mix_the_five_largest_are_reported(mixed_config, tiny_set, tmp_path):
+    weights = {}
+    for number in range(8):
+        shutil.copytree(tiny_set, tmp_path / f"set-{number}")
+        weights[str(tmp_path / f"set-{number}")] = number + 1
+    said = []
+
+    class Listener(type(SILENT)):
+        say = staticmethod(said.append)
+
+    config = mixed_config(data__mix=weights, train__steps=1)
+    run_training(config, tmp_path / "run", progress=Listener())
+    (lines,) = (line for line in said if "of the sequences, read" in line)
+    names = [line.partition(":")[0] for line in lines.splitlines()]
+    assert names == ["set-7", "set-6", "set-5", "set-4", "set-3", "and 3 more"]
+    events = [
+        event["name"] for event in RunLog(tmp_path / "run").events if event["event"] == "data"
+    ]
+    assert sorted(events) == [f"set-{number}" for number in range(8)]
 
 
 def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_reported(
