@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from flatout.cli.commands import Command
-from flatout.config.messages import all_keys, same_key
+from flatout.config.messages import all_keys, by_last
 from flatout.config.registry import COMMANDS, nearest
 from flatout.config.schema import RunConfig
 from flatout.config.signature import Argument, Option, kinds_in
@@ -188,6 +188,12 @@ def _meant(option: str, command: str, parser: click.Command) -> str | None:
     word = None if name in keys else word_for(name)
     if word and not word.key:
         return word.advice
-    key = word.key if word else name if name in keys else same_key(name.rpartition(".")[2], keys)
+    key = (
+        word.key
+        if word
+        else name
+        if name in keys
+        else by_last(keys).get(name.rpartition(".")[2].lower().replace("-", "_"))
+    )
     note = f" {word.note}" if word and word.note else ""
     return f"Keys of a recipe take no dashes: write {key}=VALUE.{note}" if key else None

@@ -22,15 +22,46 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 20
 """Size of the largest configuration that is read."""
+MOST_VALUES = 50_000
+"""Keys and values of a document, counting what its aliases repeat: nine levels of nine aliases,
+a few hundred bytes, are 400 million."""
+CHARS_PER_VALUE = 200
+"""A text counts once more for each of these, so the limit is also 10 million characters."""
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader without the traps of YAML 1.1.
 
     YAML 1.1 reads 3e-4 as text, on and no as booleans, 010 as 8, 1:30 as 90 and 2026-01-02 as a
-    date, and silently keeps the last of two equal keys. PyYAML also rejects tabs between words and
-    at the end of a line.
+    date, silently keeps the last of two equal keys, and lets a short text stand for any number of
+    values. PyYAML also rejects tabs between words and at the end of a line.
     """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_values = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node.
+
+        Raises: ConfigError when the document has more than `MOST_VALUES`.
+        """
+        before = self._num_values
+        node = super().compose_node(parent, index)
+        if node in self._sizes:  # an alias
+            self._num_values += self._sizes[node]
+        elif node is not None:
+            long = len(node.value) // CHARS_PER_VALUE if isinstance(node, yaml.ScalarNode) else 0
+            self._num_values += 1 + long
+            self._sizes[node] = self._num_values - before
+        if self._num_values > MOST_VALUES:
+            raise ConfigError(
+                f"{self.name} contains more than {MOST_VALUES:,} values.",
+                fix=f"Shorten it. A text counts once more for every {CHARS_PER_VALUE} characters, "
+                "and what an alias (*name) stands for counts each time.",
+            )
+        return node
 
     def scan_to_next_token(self) -> None:
         """Skip blanks and comments, and tabs that do not indent."""

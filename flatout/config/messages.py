@@ -117,8 +117,9 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     if word is not None:
         return ConfigError(f"There is no config key {key!r}.", fix=_advice(word, value))
     beside = next((siblings[name] for name in siblings if last in name.split("_")), None)
-    guess = dotted if dotted in known else beside or same_key(last, known)
-    known_as = (siblings, tops, _by_last(known))
+    ends = by_last(known)
+    guess = dotted if dotted in known else beside or ends.get(last.lower().replace("-", "_"))
+    known_as = (siblings, tops, ends)
     near = [names[close] for names in known_as if (close := misspelt(last, names))]
     theirs = None if guess or near else misspelt(last, known_words())
     if theirs:
@@ -144,12 +145,8 @@ def _advice(word: Word, value: object) -> str:
     return f"Did you mean {word.if_false.partition('=')[0]!r}? Write {word.if_false}."
 
 
-def same_key(name: str, known: list[str]) -> str | None:
-    """Return the key that has `name` as its last part, or None."""
-    return _by_last(known).get(name.lower().replace("-", "_"))
-
-
-def _by_last(known: list[str]) -> dict[str, str]:
+def by_last(known: list[str]) -> dict[str, str]:
+    """Return the keys by their last parts. Of several, the first counts."""
     return {name.rpartition(".")[2]: name for name in reversed(known)}
 
 

@@ -2,6 +2,10 @@
 
 from case import Case, table
 
+ALIASES = "x0: &x0 [1]\n" + "\n".join(
+    f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]" for level in range(1, 10)
+)
+"""A text whose aliases stand for 9 ** 9 values."""
 CASES = [
     *table("""
 text instead of a number
@@ -158,4 +162,11 @@ nothing to tune
     tune my.yaml --only speedups speedups=none
     nothing to tune here in speedups -> speedups=auto
 """),
+    Case(
+        "aliases that stand for millions of values",
+        "train aliases.yaml",
+        ("aliases.yaml contains more than 50,000 values",),
+        ("what an alias (*name) stands for counts each time",),
+        lambda w: w.write("aliases.yaml", ALIASES),
+    ),
 ]

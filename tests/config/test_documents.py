@@ -10,6 +10,35 @@ from flatout.config.documents import MOST_BYTES, parse_yaml, read_document
 from flatout.errors import ConfigError
 
 
+def nested_aliases(levels, each):
+    """Return a short text whose aliases stand for each ** levels values."""
+    lines = [f"a0: &a0 [{', '.join('x' * each)}]"]
+    lines += [
+        f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * each)}]"
+        for level in range(1, levels)
+    ]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("indent", ["", "unknown:\n  "])
+def test_aliases_that_stand_for_millions_of_values_are_rejected(indent):
+    text = indent + nested_aliases(9, 9).replace("\n", "\n  " if indent else "\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml contains more than 50,000 values\.") as caught:
+        parse_yaml(text, name="a.yaml")
+    assert "*name" in caught.value.fix
+
+
+def test_aliases_of_one_long_text_are_rejected():
+    text = f"x0: &a {'A' * 100_000}\nmodel: [{', '.join(['*a'] * 500)}]"
+    with pytest.raises(ConfigError, match="contains more than 50,000 values"):
+        parse_yaml(text, name="a.yaml")
+
+
+def test_a_few_aliases_are_read():
+    text = "base: &base {lr: 1}\none: *base\ntwo: [*base, *base]\n"
+    assert parse_yaml(text, name="a.yaml")["two"] == [{"lr": 1}, {"lr": 1}]
+
+
 @pytest.mark.parametrize("number", ["0x" + "f" * 4000, "1" * 5000, "0" * 5000])
 def test_numbers_that_python_cannot_print_are_rejected(number):
     with pytest.raises(ConfigError, match="a number has more than 4,300 digits"):
