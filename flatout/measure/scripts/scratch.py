@@ -90,7 +90,7 @@ class Scratch:
         """
         if "://" in word:
             return word
-        path = rf"(^|[=:]){re.escape(str(self.source))}(?=/|$)"
+        path = rf"(^|[=:]){re.escape(str(self.source))}(?=[/:]|$)"
         return re.sub(path, lambda found: f"{found[1]}{self.path}", word)
 
     def of(self, folder: Path) -> Path:

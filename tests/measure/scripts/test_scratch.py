@@ -44,10 +44,10 @@ def test_a_copy_reads_like_the_original(project):
 
 def test_the_whole_repository_is_copied_if_it_is_small(project, monkeypatch, tmp_path):
     assert project_of(project / "sub") == project
-    monkeypatch.setenv("PYTHONPATH", f"{project}/sub{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("PYTHONPATH", f"{project}{os.pathsep}{project}/sub")
     with Scratch(project_of(project / "sub")) as copy:
         assert copy.of(project / "sub") == copy.path / "sub"
-        assert copy.environment() == {"PYTHONPATH": f"{copy.path}/sub{os.pathsep}{tmp_path}"}
+        assert copy.environment() == {"PYTHONPATH": f"{copy.path}{os.pathsep}{copy.path}/sub"}
     (project / ".git" / "objects").write_bytes(bytes(1000))
     monkeypatch.setattr(scratch, "PROJECT_BYTES", 100)
     assert project_of(project / "sub") == project
