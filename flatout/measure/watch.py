@@ -22,11 +22,13 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 import torch
 
 from flatout.config.signature import Option, checked
+from flatout.display import html
 from flatout.errors import ConfigError
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import LOG
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import PHASES, Evidence
+from flatout.progress import counted
 
 Batch = TypeVar("Batch")
 LATEST = list["Watch"]()
@@ -179,6 +181,16 @@ class Watch:
         Raises: ConfigError when no step has been watched.
         """
         return self.diagnosis().verdict
+
+    def __repr__(self) -> str:
+        """Return what is known so far, as a notebook shows it."""
+        if not self.steps:
+            return "A watch that has seen no step."
+        return f"{self.verdict()} ({counted(self.steps, 'step')})"
+
+    def _repr_html_(self) -> str:
+        """Return the findings as a page, which notebooks show."""
+        return html(self.diagnosis().display()) if self.steps else repr(self)
 
     def finish(self) -> None:
         """Stop measuring, remove all hooks, and print the findings.

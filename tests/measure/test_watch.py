@@ -259,6 +259,13 @@ def test_the_findings_are_printed_once_at_the_end(capsys):
     assert not capsys.readouterr().err
 
 
+def test_a_notebook_shows_what_is_known(watch):
+    assert repr(watch) == "A watch that has seen no step." == watch._repr_html_()
+    train(watch, 20)
+    assert repr(watch) == f"{watch.verdict()} ({watch.steps} steps)"
+    assert watch._repr_html_().startswith("<p>")
+
+
 def test_what_cannot_be_answered_is_an_error(watch):
     with pytest.raises(ConfigError, match="No step has been watched"):
         watch.verdict()

@@ -502,6 +502,10 @@ class Follower:
             update["step_s"] = found.step_s and found.step_s - found.evaluation_s
         if recorder is not None:
             sites |= recorder.found.sites(stages.called_steps)
+            if recorder.work is not None:
+                sites |= recorder.work.sites(
+                    stages.called_steps, found.work_s + (found.other_s or 0.0)
+                )
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"

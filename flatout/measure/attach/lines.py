@@ -100,7 +100,7 @@ class LineTotals:
         """Return how often a kind was counted."""
         return sum(self.counts[kind].values())
 
-    def sites(self, steps: int, *, at_least: int = 1) -> dict[str, tuple[CallSite, ...]]:
+    def sites(self, steps: float, *, at_least: int = 1) -> dict[str, tuple[CallSite, ...]]:
         """Return the costliest lines by kind, as in `Evidence.sites`, averaged over some steps.
 
         Lines that were counted less often than `at_least` are omitted.

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
+from flatout.measure.attach.work import Work
 
 KEY = "flatout"
 """Key of a step's mark in the metadata of its graph."""
@@ -35,6 +36,8 @@ WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
 MOST_ATTRIBUTES = 100
 """An object with more is no record of a script: a module, for example."""
+SKIPPED = ("__get__", "backward")
+"""Attributes, such as .grad, and what the loop's phases show."""
 MARK_DEPTH = 16
 """Nodes below the loss at which its graph is marked once more: outputs may be kept without it."""
 
@@ -45,8 +48,9 @@ class CallRecorder(TorchFunctionMode):
     Inside, each call takes some microseconds longer. Calls made by other calls are part of them.
     """
 
-    def __init__(self, phase: Callable[[], str | None]) -> None:
+    def __init__(self, phase: Callable[[], str | None], work: Work | None = None) -> None:
         super().__init__()
+        self.work = work
         self.trains: set[Line] = set()
         """Lines whose calls use weights, compute something that a backward pass goes through, or
         start one.
@@ -60,6 +64,8 @@ class CallRecorder(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._open.clear()
+        if self.work is not None:
+            self.work.close()
 
     def note_backward(self, roots: Sequence[Tensor]) -> None:
         """Note which lines a backward pass from some tensors goes through."""
@@ -71,6 +77,8 @@ class CallRecorder(TorchFunctionMode):
                 reached.add(node)
                 nodes += [each for each, _ in node.next_functions]
         self.trains |= {line for node, line in self._open if node in reached}
+        if self.work is not None:
+            self.work.note_backward(reached)
         if (line := user_frame(sys._getframe(1))) is not None:  # the pass also starts there
             self.trains.add(line)
         self._open = [each for each in self._open if each[0] not in reached]
@@ -80,18 +88,24 @@ class CallRecorder(TorchFunctionMode):
     ) -> Any:
         start_s = time.perf_counter()
         returned = func(*args, **(kwargs or {}))
-        guarded(self._note)(func, args, returned, time.perf_counter() - start_s)
+        guarded(self._note)(func, args, kwargs, returned, time.perf_counter() - start_s)
         return returned
 
-    def _note(self, func: Any, args: tuple[Any, ...], returned: Any, seconds: float) -> None:
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, returned: Any, seconds: float
+    ) -> None:
         """Note a call."""
         every = returned if isinstance(returned, tuple) else (returned,)
         result = next((one for one in every if isinstance(one, Tensor)), None)
         name, phase = func.__name__, self._phase()
-        if phase not in ("forward", "other", "compute") or result is None:
+        if phase not in ("forward", "other", "compute") or name in SKIPPED:
             return
         line = user_frame(sys._getframe(1))
-        if name == "__get__" or line is None:  # an attribute, such as .grad
+        if line is None:
+            return
+        if self.work is not None:
+            self.work.note(func, args, kwargs, returned, line, seconds)
+        if result is None:
             return
         self.found.add("op", line, 0.0)
         if phase == "forward" and any(isinstance(one, Parameter) for one in args):

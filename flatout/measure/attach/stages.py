@@ -39,6 +39,7 @@ from flatout.measure.attach.trace import (
     profiling,
     read_trace,
 )
+from flatout.measure.attach.work import Work
 from flatout.measure.evidence import CallSite, lasting_s
 from flatout.measure.host import Usage, gpu_facts, usage_now
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
@@ -318,9 +319,14 @@ class Stages:
         with ExitStack() as stack:
             # a mode would make compiled code compile again. A script's own is not taken off first
             if not (self.has_compiled or torch._C._len_torch_function_stack()):
-                self.recording = stack.enter_context(CallRecorder(lambda: self.timer.current))
+                work = None if self.on_gpu else Work()
+                recorder = CallRecorder(lambda: self.timer.current, work)
+                self.recording = stack.enter_context(recorder)
             stack.enter_context(marked.recording())
-            yield from (None for _ in range(steps))
+            for _ in range(steps):
+                yield
+                if self.recording is not None and self.recording.work is not None:
+                    self.recording.work.end_step()
         self.recorder, self.recording = self.recording, None
         self.waits, found = marked.waits(steps, on_gpu=self.on_gpu), marked.lines.sites(steps)
         self.sites |= {kind: found[kind] for kind in ("sync", "copy") if kind in found}

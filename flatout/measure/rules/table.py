@@ -48,6 +48,26 @@ def recomputing(evidence: Evidence, _: float) -> Remedy:
     return is_off(evidence, "checkpointing") and (text, {"speedups": "+checkpointing"})
 
 
+COSTLY = 0.3
+"""Share of the step from which work without weights is a finding."""
+COSTLY_ADVICE = (
+    (r"one_hot", "Use the indices: F.cross_entropy and F.embedding take them."),
+    (r"None|unsqueeze|cdist", "It compares all pairs: expand the square, |a|² - 2ab + |b|², whose "
+     "product is one matmul."),
+    (r"\bfor\b", "Make one call for the whole batch instead of one for each element."),
+    (r"\bcat\(|\bstack\(|append", "Write into one tensor that exists already, or keep a list and "
+     "concatenate it once."),
+    ("", "See whether one function of torch.nn.functional does it, or let torch.compile fuse it."),
+)  # fmt: skip
+"""What to do about a line that computes without weights, by a pattern of its text."""
+
+
+def costly(evidence: Evidence, _: float) -> Remedy:
+    """Return what to do about the costliest line that computes without weights."""
+    line = evidence.sites["line"][0].text
+    return next(text for pattern, text in COSTLY_ADVICE if re.search(pattern, line))
+
+
 LESS_MEMORY = (
     fewer_rows,
     recomputing,
@@ -189,6 +209,16 @@ ROWS = [
             {"speedups": "-compile"},
         ),
         site="recompile",
+    ),
+    row(
+        "costly-line",
+        "A line that uses no weights takes a large part of each step.",
+        lambda e: (place := e.site("line")) and e.share(place.seconds_per_step, COSTLY),
+        "{share:.0%} of each step is the work of {site}, which uses no weights, its part of the "
+        "backward pass included.",
+        costly,
+        site="line",
+        unless="slow-code repeated-work tiny-kernels",
     ),
     row(
         "cpu-by-mistake",
@@ -451,6 +481,18 @@ ROWS = [
         shows="recompile_reason",
     ),
     row(
+        "repeated-work",
+        "A line computes the same from the same values in every step.",
+        lambda e: e.share(
+            sum(one.seconds_per_step or 0.0 for one in e.sites.get("repeated", ())), 0.1
+        ),
+        "{share:.0%} of each step computes at {site} what it computed in the step before, from "
+        "the same values.",
+        "Compute it once, before the loop, and keep the result. Of a frozen part of the model, "
+        "keep the outputs for each row of the data.",
+        site="repeated",
+    ),
+    row(
         "slow-code",
         "Lines of the loop take time without training.",
         lambda e: (
@@ -614,6 +656,15 @@ ROWS = [
         "weights that stay.",
         site="backward",
         unless="unlearned-weights",
+    ),
+    row(
+        "work-without-effect",
+        "Results that nobody reads, or whose gradients are zero, are computed.",
+        lambda e: (place := e.site("unread zero")) and e.share(place.seconds_per_step, 0.1),
+        "{share:.0%} of each step is the work of {site}, which changes no weight: nothing reads "
+        "its result, or its gradients are zero.",
+        "Remove it, or compute it only in the steps that use it.",
+        site="unread zero",
     ),
 ]
 """Sorted by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import yaml
 
 import flatout
 from flatout.hardware.machine import Gpu, Machine
-from flatout.measure.diagnose.diagnosis import diagnosis_of, edited
+from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of, edited
 from flatout.measure.evidence import CallSite, Evidence, Failure
-from flatout.measure.rules import rules
+from flatout.measure.rules import Finding, rules
 
 SITE = CallSite(file="mine.py", line=7, text="while slow():")
 TIMED_SITE = SITE.model_copy(update={"seconds_per_step": 0.03})
@@ -94,6 +95,9 @@ cpu:
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
+  costly-line: {site: line}
+  repeated-work: {site: repeated}
+  work-without-effect: {site: unread}
   cleared-gradients: {without_gradients: 1.0, site: step}
   uncleared-gradients: {uncleared: 1.0, site: step}
   unmoved-weights: {unmoved: 0.95, weights_dtype: bfloat16, highest_lr: 1.0e-6, site: step}
@@ -143,6 +147,9 @@ def test_every_rule_has_a_planted_case_and_a_row_in_the_documentation():
     assert set(PLANTED) == {rule.name for rule in rules()}
     page = (Path(flatout.__file__).parents[1] / "docs" / "diagnose.md").read_text()
     assert "\n".join(f"| {one.name} | {one.summary} |" for one in rules()) in page
+    tables = re.findall(r"^\| (`.*) \|.*", page.partition("## For programs")[2], re.MULTILINE)
+    fields = re.findall(r"`(\w+)`", " ".join(row.partition("|")[0] for row in tables))
+    assert sorted(fields) == sorted([*Diagnosis.model_fields, *Finding.model_fields])
 
 
 def test_every_rule_is_silent_without_evidence_and_names_others_that_exist():

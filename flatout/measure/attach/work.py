@@ -1,0 +1,199 @@
+"""Accounts for the work of some steps by lines of user code, without a rule for any of them.
+
+What a line takes that does not use weights, with its part of the backward pass; what it computes
+again from the same values; and what has no effect: results that nobody reads, and gradients that
+are zero. Only on a CPU, whose calls return when they are done.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.lines import Line, LineTotals
+from flatout.measure.evidence import CallSite
+
+DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|normal_?$|uniform|poisson|exponential")
+"""Functions whose results differ although their arguments are the same."""
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, slice, type(...))
+"""Types of arguments that are compared by their values."""
+INHERENT = re.compile(
+    r"linear|matmul|mm|einsum|conv|pool|norm|attention|cross_entropy|nll_loss|embedding|lstm|gru"
+)
+"""Functions that are the model's own work, with weights or without."""
+MOST_NODES = 64
+"""Most nodes of the graph that a call makes: what it was given may be in an object or a closure."""
+SOME = 64
+"""Values of a gradient that are looked at first."""
+
+Token = Any
+"""What is equal where two arguments certainly have the same values."""
+
+
+class Work:
+    """The work of a thread's steps. Times are those of the steps in which it listens."""
+
+    def __init__(self) -> None:
+        self.found = LineTotals()
+        """Lines of `line`, `model`, `repeated`, `unread` and `zero`, as in `Evidence.sites`."""
+        self._numbers, self._count = WeakIdKeyDictionary(), count()
+        """A number for each tensor that a call was given."""
+        self._results = WeakIdKeyDictionary()
+        """Tokens and versions of results."""
+        self._calls: dict[Token, tuple[list[Token], Token]] = {}
+        """The arguments and the results of the calls of the step before, by line, function and
+        number."""
+        self._now: dict[Token, tuple[list[Token], Token]] = {}
+        self._times: Counter[Token] = Counter()
+        self._steps = 0
+        self._made: dict[Any, tuple[Line, float, int]] = {}
+        """Nodes that no backward pass has gone through: line, seconds and step of their calls."""
+        self._read: list[Any] = []
+        """Nodes whose results something reads that has no gradient, such as `.item()`."""
+        self._reached: set[Line] = set()
+        self._unread: defaultdict[Line, float] = defaultdict(float)
+        self._zero: defaultdict[Line, float] = defaultdict(float)
+        self._not_zero: set[Line] = set()
+
+    def note(
+        self, func: Any, args: Any, kwargs: Any, result: Any, line: Line, seconds: float
+    ) -> None:
+        """Note a call and its result."""
+        uses_weights = any(isinstance(one, torch.nn.Parameter) for one in args)
+        uses_weights |= torch._C._functorch.maybe_current_level() is not None  # as what it maps
+        is_inherent = uses_weights or INHERENT.search(getattr(func, "__name__", ""))
+        kind = "model" if is_inherent else "line"
+        self.found.add(kind, line, seconds)
+        given = tree_leaves((args, kwargs))
+        results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self._note_repeated(func, given, results, line, seconds)
+        made: list[Any] = [one.grad_fn for one in results if one.grad_fn is not None]
+        before: list[Any] = [
+            one.grad_fn for one in given if isinstance(one, Tensor) and one.grad_fn is not None
+        ]
+        if not made:
+            self._read += before
+            return
+        nodes, new = [*made], list[Any]()
+        while nodes and len(new) < MOST_NODES:
+            node = nodes.pop()
+            if node is None or node in self._made or node in before or node.name()[-4:] == "Grad":
+                continue
+            self._made[node] = (line, 0.0, self._steps)
+            new.append(node)
+            nodes += [each for each, _ in node.next_functions]
+        for node in new:
+            self._made[node] = (line, seconds / len(new), self._steps)
+            self._time(node, kind, line, seconds / len(new))
+
+    def note_backward(self, reached: set[Any]) -> None:
+        """Note the nodes that a backward pass goes through."""
+        for node in reached & self._made.keys():
+            self._reached.add(self._made.pop(node)[0])
+
+    def end_step(self) -> None:
+        """End a step: what it made must be read in the next one at the latest."""
+        seen, nodes = set(), self._read
+        while nodes:
+            node = nodes.pop()
+            if node in self._made and node not in seen:
+                seen.add(node)
+                nodes += [each for each, _ in node.next_functions if each is not None]
+        for node, (line, seconds, step) in [*self._made.items()]:
+            if node in seen:
+                self._reached.add(line)
+            elif step < self._steps:
+                self._unread[line] += seconds
+            if node in seen or step < self._steps:
+                del self._made[node]
+        self._calls, self._now = self._now, {}
+        self._times.clear()
+        self._steps += 1
+
+    def sites(self, steps: int, work_s: float) -> dict[str, tuple[CallSite, ...]]:
+        """Return the lines by kind, in steps whose calls take `work_s` when nobody listens."""
+        listened_s = sum(sum(self.found.seconds[kind].values()) for kind in ("line", "model"))
+        return self.found.sites(max(steps, listened_s / work_s if work_s else 0.0))
+
+    def close(self) -> None:
+        """Tell what had no effect in all steps."""
+        for line, seconds in self._unread.items():
+            if line not in self._reached:
+                self.found.add("unread", line, seconds)
+        for line, seconds in self._zero.items():
+            if line not in self._not_zero:
+                self.found.add("zero", line, seconds)
+        self._made.clear()
+
+    def _note_repeated(
+        self, func: Any, given: Sequence[Any], results: list[Tensor], line: Line, seconds: float
+    ) -> None:
+        """Note a call whose arguments have the values that they had in the step before."""
+        name = getattr(func, "__name__", "")
+        place = (line, name)
+        key = (*place, self._times[place])
+        self._times[place] += 1
+        tokens = [self._token(one) for one in given]
+        if None in tokens or not results or DRAWS.search(name):
+            return
+        before, made = self._calls.get(key, (None, None))
+        if before == tokens:
+            self.found.add("repeated", line, seconds)
+        else:
+            made = (key, self._steps)
+        self._now[key] = tokens, made
+        for number, one in enumerate(results):
+            if one._base is None:
+                self._results[one] = (made, number), one._version
+
+    def _token(self, one: Any) -> Token:
+        """Return what identifies the values of an argument, or None."""
+        if isinstance(one, PLAIN):
+            return (type(one), str(one))
+        if type(one) not in (Tensor, torch.nn.Parameter):
+            return None
+        root = one if one._base is None else one._base
+        place = (one.storage_offset(), one.shape, one.stride()) if root is not one else ()
+        known, version = self._results.get(root, (None, None))  # type: ignore[no-untyped-call]
+        if known is not None and version == root._version:
+            return (known, place)
+        if root not in self._numbers:
+            self._numbers[root] = next(self._count)
+        return (self._numbers[root], root._version, place)
+
+    def _time(self, node: Any, kind: str, line: Line, forward_s: float) -> None:
+        """Time a node's part of the backward pass, and see whether its gradients are zero."""
+        start_s = 0.0
+
+        def before(gradients: Sequence[Tensor | None]) -> None:
+            nonlocal start_s
+            guarded(self._look)(gradients, line, forward_s)
+            start_s = time.perf_counter()
+
+        def after(*_: object) -> None:
+            seconds = time.perf_counter() - start_s
+            self.found.seconds[kind][line] += seconds
+            if line in self._zero:
+                self._zero[line] += seconds
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+    def _look(self, gradients: Sequence[Tensor | None], line: Line, forward_s: float) -> None:
+        if line in self._not_zero:
+            return
+        given = [one for one in gradients if one is not None and one.numel()]
+        if not given or any(one.flatten()[:SOME].any() or one.any() for one in given):
+            self._not_zero.add(line)
+        else:
+            self._zero[line] += forward_s

@@ -1,0 +1,161 @@
+"""Work is accounted for by what it reads and what reads it, not by the names of functions."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.measure.attach.recorder import CallRecorder
+from flatout.measure.attach.work import Work
+
+HEAD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+net, head = nn.Linear(16, 16), nn.Linear(16, 4)
+frozen = nn.Linear(16, 16).requires_grad_(False)
+images, graph = torch.randn(64, 16), torch.rand(16, 16)
+optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=1e-3)
+def step(loss):
+    recorder.note_backward([loss])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def found(tmp_path):
+    """Return a function that takes steps, and returns the texts of lines by kind."""
+
+    def run(loop: str, steps: int = 6) -> dict[str, set[str]]:
+        path = tmp_path / "train.py"
+        path.write_text(HEAD + loop)
+        linecache.clearcache()
+        work = Work()
+        space = {"recorder": CallRecorder(lambda: "other", work)}
+        exec(compile(HEAD, str(path), "exec"), space)
+        lines = HEAD.count("\n")
+        code = compile("\n" * lines + loop, str(path), "exec")
+        with space["recorder"]:
+            for _ in range(steps):
+                exec(code, space)
+                work.end_step()
+        sites = work.sites(steps, 1.0)
+        return {kind: {site.text for site in each} for kind, each in sites.items()}
+
+    return run
+
+
+REPEATED = {
+    "one call": "dense = graph.softmax(-1)\nstep(net(torch.randn(8, 16) @ dense).mean())\n",
+    "a chain": """
+a = graph.softmax(-1)
+b = (a * 2.5).T
+c = b + 1
+step(net(torch.randn(8, 16) @ c).mean())
+""",
+    "a frozen part on the same rows": """
+with torch.no_grad():
+    seen = frozen(images[:32])
+step(net(seen).mean())
+""",
+    "without tensors": "mask = torch.ones(16, 16)\nstep(net(torch.randn(8, 16) @ mask).mean())\n",
+}
+FRESH = {
+    "fresh data": "x = torch.randn(8, 16)\ny = x * 2\nstep(net(y).mean())\n",
+    "the same memory": """
+x = torch.full((8, 16), torch.rand(()).item())
+y = x * 2
+step(net(y).mean())
+""",
+    "changed in place": "graph += 0.1\ny = graph * 2\nstep(net(y).mean())\n",
+    "weights that learn": "y = net.weight * 2\nstep((images @ y).mean())\n",
+    "dropout": "y = F.dropout(images)\nz = y * 2\nstep(net(z).mean())\n",
+    "other rows of the same data": """
+at = torch.randint(64, ()).item()
+y = images[at:]
+z = y * 2
+step(net(z).mean())
+""",
+}
+
+
+@pytest.mark.parametrize("loop", REPEATED.values(), ids=REPEATED)
+def test_what_reads_the_same_values_is_repeated(found, loop):
+    made = {line.strip() for line in loop.splitlines() if "=" in line}
+    assert found(loop)["repeated"] == made
+
+
+@pytest.mark.parametrize("loop", FRESH.values(), ids=FRESH)
+def test_what_reads_other_values_is_not(found, loop):
+    assert not {text for text in found(loop).get("repeated", ()) if text[:4] in ("y = ", "z = ")}
+
+
+UNREAD = {
+    "an output": "unused = head(net(images))\nstep(net(images).square().mean())\n",
+}
+READ = {
+    "by a number": """
+out = head(net(images))
+print(end="" * int(out.max()))
+step(net(images).mean())
+""",
+    "by a metric": """
+out = head(net(images))
+right = (out.argmax(-1) == 0).sum()
+step(net(images).mean())
+""",
+    "detached": "out = head(net(images))\nkept = out.detach()\nstep(net(images).mean())\n",
+    "in the next step": """
+try:
+    state
+except NameError:
+    state = torch.zeros(64, 16)
+    loss = net(images).mean()
+else:
+    loss = head(state).square().mean()
+step(loss)
+state = net(images)
+""",
+}
+
+
+@pytest.mark.parametrize("loop", UNREAD.values(), ids=UNREAD)
+def test_a_result_that_nobody_reads_is_found(found, loop):
+    assert found(loop)["unread"] == {loop.partition("\n")[0]}
+
+
+@pytest.mark.parametrize("loop", READ.values(), ids=READ)
+def test_a_result_that_is_read_is_none(found, loop):
+    assert "unread" not in found(loop)
+
+
+def test_gradients_that_are_zero_in_every_step_are_found(found):
+    loop = """
+y = net(images)
+decoded = head(y).square().mean()
+loss = y.square().mean() + 0.0 * decoded
+step(loss)
+"""
+    assert found(loop)["zero"] == {"decoded = head(y).square().mean()"}
+    assert "zero" not in found(loop.replace("0.0 * decoded", "0.1 * decoded"))
+
+
+def test_a_line_has_its_part_of_the_backward_pass():
+    work = Work()
+    recorder = CallRecorder(lambda: "other", work)
+    net, x = nn.Linear(4, 4), torch.randn(2000, 4)
+    with recorder:
+        hidden = net(x)
+        loss = hidden.square().mean()
+        forward_s = sum(work.found.seconds["line"].values())
+        recorder.note_backward([loss])
+        loss.backward()
+        work.end_step()
+    assert sum(work.found.seconds["line"].values()) > forward_s > 0
+    assert sum(work.found.seconds["model"].values()) > 0
