@@ -49,7 +49,7 @@ def full(world: World) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    world.patch.setattr(folder, "copy_whole", refuse)
+    world.patch.setattr(folder, "copy_local", refuse)
 
 
 CASES = [

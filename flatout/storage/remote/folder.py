@@ -6,12 +6,13 @@ import base64
 import contextlib
 import hashlib
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from flatout.errors import DataError
-from flatout.storage.files import PART, copy_whole
+from flatout.storage.files import PART, sync
 from flatout.storage.remote.connection import byte_counter, open_filesystem, with_retries
 from flatout.storage.remote.reading import Description, open_remote
 from flatout.storage.remote.urls import is_local, protocol_of
@@ -92,8 +93,7 @@ class RemoteFolder:
         def put() -> None:
             counter.absolute_update(0)
             if is_local(self.url):  # a store replaces a file at once
-                Path(self._path).mkdir(parents=True, exist_ok=True)
-                copy_whole(path, Path(target))
+                copy_local(path, Path(target))
                 counter.absolute_update(path.stat().st_size)
             else:
                 self._filesystem.put_file(str(path), target, callback=counter, **self._options)
@@ -141,6 +141,15 @@ class RemoteFolder:
                 block == remote.read(len(block))
                 for block in iter(partial(file.read, PART_BYTES), b"")
             )
+
+
+def copy_local(source: Path, target: Path) -> None:
+    """Copy a file on this machine. What a kill leaves of it, the next copy replaces."""
+    part = target.with_name(target.name + PART)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, part)
+    sync(part)
+    part.replace(target)
 
 
 def _reported_md5(description: Description) -> str | None:
