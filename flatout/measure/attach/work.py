@@ -64,6 +64,7 @@ class Work:
         self._unread: defaultdict[Line, float] = defaultdict(float)
         self._zero: defaultdict[Line, float] = defaultdict(float)
         self._not_zero: set[Line] = set()
+        self._with_weights: set[Line] = set()
 
     def note(
         self, func: Any, args: Any, kwargs: Any, result: Any, line: Line, seconds: float
@@ -71,6 +72,7 @@ class Work:
         """Note a call and its result."""
         uses_weights = any(isinstance(one, torch.nn.Parameter) for one in args)
         uses_weights |= torch._C._functorch.maybe_current_level() is not None  # as what it maps
+        self._with_weights |= {line} if uses_weights else set()
         is_inherent = uses_weights or INHERENT.search(getattr(func, "__name__", ""))
         kind = "model" if is_inherent else "line"
         self.found.add(kind, line, seconds)
@@ -126,7 +128,10 @@ class Work:
         return self.found.sites(max(steps, listened_s / work_s if work_s else 0.0))
 
     def close(self) -> None:
-        """Tell what had no effect in all steps."""
+        """Tell what had no effect in all steps, and what lines take that never use weights."""
+        for line in self._with_weights:
+            self.found.seconds["model"][line] += self.found.seconds["line"].pop(line, 0.0)
+            self.found.counts["line"].pop(line, None)
         for line, seconds in self._unread.items():
             if line not in self._reached:
                 self.found.add("unread", line, seconds)

@@ -159,3 +159,10 @@ def test_a_line_has_its_part_of_the_backward_pass():
         work.end_step()
     assert sum(work.found.seconds["line"].values()) > forward_s > 0
     assert sum(work.found.seconds["model"].values()) > 0
+
+
+def test_a_line_with_weights_is_the_models_whatever_else_it_does(found):
+    sites = found("step(net(images[torch.randint(64, (32,))] * 2).tanh().mean())\n")
+    assert not any("net(" in text for text in sites["line"])
+    sites = found("x = images * 2\nstep(net(x).mean())\n")
+    assert "x = images * 2" in sites["line"]
