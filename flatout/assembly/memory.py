@@ -406,7 +406,10 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
             traced(lambda _: model.embed(tokens_BT), None),
             [part_of[kind] for kind in kinds_of],
             traced(loss),
-            _optimizer_step(replace(workload, parallel=ParallelConfig()), workload.parallel.tensor),
+            _optimizer_step(
+                replace(workload, parallel=ParallelConfig(), gathers=None, activations=None),
+                workload.parallel.tensor,
+            ),
         )
 
 

@@ -168,12 +168,15 @@ def with_checkpointing(
     def need(*added: str) -> int | None:
         return need_of(config, assemble([*on, *added]), rows, share // rows)
 
-    without, name = need(), None
+    if (without := need()) is None:
+        return decisions
     for limit in limits:
-        if without is None or without <= limit or name is not None:
+        if without <= limit:
+            return decisions
+        fits = (one for one in savers if (less := need(one)) and less <= limit)
+        if (name := next(fits, None)) is not None:
             break
-        name = next((name for name in savers if (less := need(name)) and less <= limit), None)
-    if without is None or name is None:
+    else:
         return decisions
     reason = (
         f"{WITHOUT_IT}, {counted(rows, 'row')} of {config.data.seq_len:,} tokens would need about "

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -196,10 +198,8 @@ def test_a_signal_reaches_each_rank_once(tmp_path, number):
         f"signal.signal({int(number)}, stop)\n"
         f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w')\n{WAIT}"
     )
-    thread = threading.Thread(target=send_when_ready, args=(tmp_path, number), daemon=True)
-    thread.start()
-    assert start(text) == 75
-    thread.join()
+    with beside(send_when_ready, tmp_path, number):
+        assert start(text) == 75
     assert [(tmp_path / f"got-{rank}").read_text() for rank in range(2)] == [f"{int(number)} "] * 2
 
 
@@ -210,23 +210,27 @@ def send_when_ready(folder: Path, number: int, count: int = 2) -> None:
     os.kill(os.getpid(), number)
 
 
+@contextmanager
+def beside(send: Callable[..., None], *arguments: object) -> Iterator[None]:
+    """Send signals from a thread meanwhile."""
+    thread = threading.Thread(target=send, args=arguments, daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
 def test_a_run_that_is_interrupted_before_it_saved_keeps_that_code(tmp_path):
     ready = f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w')"
     text = f"try:\n {ready}\n {WAIT}\nexcept KeyboardInterrupt:\n sys.exit(130)"
-    thread = threading.Thread(target=send_when_ready, args=(tmp_path, signal.SIGINT), daemon=True)
-    thread.start()
-    assert start(text) == 130
-    thread.join()
+    with beside(send_when_ready, tmp_path, signal.SIGINT):
+        assert start(text) == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_that_ranks_do_not_handle_yet_interrupts_the_run(tmp_path, number):
     text = f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w')\n{WAIT}"
-    thread = threading.Thread(target=send_when_ready, args=(tmp_path, number), daemon=True)
-    thread.start()
-    with pytest.raises(Interrupted) as caught:
+    with beside(send_when_ready, tmp_path, number), pytest.raises(Interrupted) as caught:
         start(text)
-    thread.join()
     assert caught.value.exit_code == 128 + number
 
 
@@ -234,10 +238,8 @@ def test_the_code_of_a_run_that_saved_stays_when_a_signal_ends_another_rank_late
     ready = f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w')"
     text = f"import signal\nsignal.signal(15, lambda *_: sys.exit(75))\n{ready}\n{WAIT}"
     default = f"if rank == 1:\n {ready}\n {WAIT}\n{text}"
-    thread = threading.Thread(target=send_when_ready, args=(tmp_path, signal.SIGTERM), daemon=True)
-    thread.start()
-    assert start(default) == 75
-    thread.join()
+    with beside(send_when_ready, tmp_path, signal.SIGTERM):
+        assert start(default) == 75
 
 
 def test_a_second_sigint_kills_ranks_that_do_not_end(tmp_path, monkeypatch):
@@ -260,11 +262,8 @@ def test_a_second_sigint_kills_ranks_that_do_not_end(tmp_path, monkeypatch):
         assert passed_on.wait(60)  # two pending signals would be one
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=send_twice, daemon=True)
-    thread.start()
-    with pytest.raises(Interrupted) as caught:
+    with beside(send_twice), pytest.raises(Interrupted) as caught:
         start(text)
-    thread.join()
     assert caught.value.exit_code == 130
 
 
