@@ -93,7 +93,7 @@ def test_the_tables_fit_a_terminal_also_after_an_interruption(bench, width):
         assert max(map(len, text.splitlines())) <= width
         assert text.count("Not measured") == found.complete
         assert found.complete or re.search(
-            r"It was interrupted before .*, \d+\s+more\s+had\s+a\s+turn", text, re.DOTALL
+            r"It was interrupted before .*,\s+and\s+\d+\s+more\s+had\s+a\s+turn", text, re.DOTALL
         )
         assert "tokens/s  gain" in text
 

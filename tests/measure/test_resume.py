@@ -163,4 +163,4 @@ def test_the_first_difference_is_named_with_its_step_and_file(fox_run, tmp_path)
     path.unlink()
     lost = compare_runs(one, other)
     assert lost["first_step"] == 1
-    assert lost["differences"][-1].startswith("... and ")
+    assert lost["differences"][-1].startswith("and ")
