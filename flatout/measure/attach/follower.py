@@ -503,9 +503,8 @@ class Follower:
         if recorder is not None:
             sites |= recorder.found.sites(stages.called_steps)
             if recorder.work is not None:
-                sites |= recorder.work.sites(
-                    stages.called_steps, found.work_s + (found.other_s or 0.0)
-                )
+                calls_s = found.work_s + (found.host_s or 0.0) + (found.other_s or 0.0)
+                sites |= recorder.work.sites(stages.called_steps, calls_s)
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
