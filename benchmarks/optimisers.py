@@ -29,7 +29,7 @@ from training_runs import best_of_grid, built, code_state, loss_of, remembered, 
 
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
-from flatout.measure.race import mean_of
+from flatout.measure.intervals import mean_of
 
 SHARED = {
     "model.norm": "rmsnorm",

@@ -47,7 +47,7 @@ NOT_COUNTED = "busy-machine"
 BY_NAME_ONLY = ("tiny-kernels", "memory-bound", "unstable-training")
 """Findings whose line is not a cause by itself."""
 LOOP_KEYS = ("fault", "healthy", "set")
-NAMED_TARGET, LOOPS_TARGET, GAIN_TARGET = 0.9, 0.85, 1.5
+NAMED_TARGET, LOOPS_TARGET, GAIN_TARGET = 0.9, 0.85, 1.8
 Row = dict[str, Any]
 
 

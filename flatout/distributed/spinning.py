@@ -39,16 +39,6 @@ def spin_less_beside_others(progress: Progress, began: CpuTimes | None = None) -
     threading.Thread(target=_watch, args=(progress, before), name=NAME, daemon=True).start()
 
 
-def say_if_busy(progress: Progress) -> None:
-    """Say that other processes keep the cores busy, if they do. Takes a fifth of a second."""
-    before = CpuTimes.read()
-    time.sleep(LOOK_S)
-    others = before.others_until(CpuTimes.read())
-    if others > BUSY_CORES:
-        busy = f"This machine is busy ({others:.1f} of {usable_cores()} cores)"
-        progress.say(f"{busy}; timings will vary.")
-
-
 def _watch(progress: Progress, before: CpuTimes) -> None:
     pause, freed, was_said = threading.Event(), None, False
     pause.wait(before.at_s + LOOK_S - time.monotonic())

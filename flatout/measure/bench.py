@@ -28,6 +28,7 @@ from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.display import markdown
 from flatout.measure.attach.request import Timing
+from flatout.measure.intervals import ROUNDS
 from flatout.measure.moves import (
     AHEAD,
     ROWS,
@@ -41,7 +42,7 @@ from flatout.measure.moves import (
     tolerance_between,
 )
 from flatout.measure.output import claim, require_own
-from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, Row, absent_row
+from flatout.measure.race import LOSS_STEPS, Done, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import Bench, Measurement, facts_of
 from flatout.measure.trial import Result, require_one_process, try_recipe

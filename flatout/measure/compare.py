@@ -12,14 +12,14 @@ from typing import Annotated
 
 from flatout.assembly.speedup import Tolerance
 from flatout.display import Show, gib, milliseconds
-from flatout.distributed.spinning import say_if_busy
 from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.measure.attach.request import Timing
+from flatout.measure.intervals import Figure
 from flatout.measure.output import git
-from flatout.measure.race import Figure, LossCheck, Race
+from flatout.measure.race import LossCheck, Race
 from flatout.measure.results import Measurement, facts_of
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.trial import Result, program_in, try_command
+from flatout.measure.trial import Result, program_in, try_command, waiting_beside_others
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 
@@ -128,6 +128,7 @@ def compare_commands(
     source = here if against is None else repository_of(here, against)
     if against is not None and git(here, "status", "--porcelain", "--untracked-files=no"):
         notes.append("The directory has uncommitted changes. b runs with them, a without.")
+    environment = waiting_beside_others(progress)
     with ExitStack() as stack:
         copies = {two: stack.enter_context(Scratch(source))}
         copies[one] = stack.enter_context(Scratch(source)) if against else copies[two]
@@ -140,7 +141,8 @@ def compare_commands(
             folder = copy.of(here)
             timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS,
                             seed_offset=seed, limit_s=limit_s / 2)  # fmt: skip
-            return try_command(side.command, timing, limit_s, folder=folder, copy=copy)
+            return try_command(side.command, timing, limit_s, folder=folder, copy=copy,
+                               environment=environment)  # fmt: skip
 
         race = Race(
             start,
@@ -151,7 +153,6 @@ def compare_commands(
             is_strict=False,
             began_s=began_s,
         )
-        say_if_busy(progress)
         with race.running(progress, "Comparing"):
             race.note("both commands in turns")
             least = 1.0 if at_least is None else at_least

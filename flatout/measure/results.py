@@ -9,8 +9,9 @@ from pydantic import Field
 
 from flatout.display import Column, Display, Table, duration, table_of
 from flatout.hardware.machine import probe
+from flatout.measure.intervals import Figure
 from flatout.measure.output import commit_of_package
-from flatout.measure.race import Figure, LossCheck, Race, Row
+from flatout.measure.race import LossCheck, Race, Row
 from flatout.measure.scripts.patch import ByHand
 from flatout.progress import counted
 from flatout.storage.json_io import Result
@@ -141,17 +142,22 @@ def changes_table(rows: Sequence[Row]) -> list[Table]:
         first = row.first_gain and f"{row.first_gain:.2f} times as fast in one trial"
         words = row.within_tolerance is not None and f"losses {row.words()}"
         compiles = row.compile_s and f"compiles for {row.compile_s:.0f} s"
+        if compiles and row.pays_after:
+            compiles += f", which pays after {row.pays_after:,} steps"
         peak = row.peak_gib and f"peak {row.peak_gib:.2f} GiB"
-        gain = row.gain.times() if row.gain else first
+        screened = row.screened and f"{row.screened.times()} within one run"
+        screened = f"{screened} on top of {row.against}" if screened and row.against else screened
+        gain = row.gain.times() if row.gain else screened or first
         text = "; ".join(str(part) for part in (gain, row.reason, words, compiles, peak) if part)
         cells.append(("+" * row.taken, row.name, text))
     return [Table([Column(""), Column(""), Column("")], cells)] if cells else []
 
 
-def late_ones(left: Sequence[Row]) -> list[str]:
-    """Return the note on what there was no time for."""
+def late_ones(left: Sequence[Row], each_s: float = 0.0) -> list[str]:
+    """Return the note on what there was no time for, and how long that takes if it is known."""
     late = [row.name for row in left if "time was up" in str(row.reason)]
-    return [f"There was not enough time for {shortened(late)}. Add --minutes."] if late else []
+    long = f", about {duration(len(late) * each_s)}" * bool(each_s)
+    return [f"There was not enough time for {shortened(late)}{long}. Add --minutes."] * bool(late)
 
 
 class Tuning(Measurement):

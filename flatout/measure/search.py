@@ -1,18 +1,21 @@
-"""Finds the fastest setting by a race: of a recipe or of a script, which differ in their moves.
+"""Finds the fastest setting by a race: of a recipe, or of a script whose changes were screened.
 
-Every move is measured once beside the start, which only orders them. Those that look faster are
-measured again in turns, the best first, each on top of those before it, and is taken if its whole
-interval is a gain and the losses agree. No torch.
+Every move of a recipe is measured once beside the start, which only orders them. Those that look
+faster are measured again in turns, the best first, each on top of those before it, and is taken if
+its whole interval is a gain and the losses agree. No torch.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from flatout.measure.intervals import LEAST_GAIN, Figure
 from flatout.measure.moves import Move, Setting
-from flatout.measure.race import LEAST_GAIN, Figure, Race, Row, TimeIsUp, absent_row
+from flatout.measure.race import Race, Row, TimeIsUp, absent_row
 
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
@@ -34,6 +37,8 @@ class Tried:
     after: Setting
     first_gain: float | None = None
     """The ratio of its first trial to those beside it."""
+    seen: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its row that are known from its screening."""
     is_raced: bool = False
     """Whether it was measured again, in turns with `before`."""
     taken: bool = False
@@ -56,8 +61,6 @@ class Search:
     """Trials for which the time is kept after the search, where something was taken."""
     always_trials: int = 0
     """Trials for which the time is kept in any case."""
-    proves_alone: bool = True
-    """Whether a single winner is raced here. Otherwise the caller races what it is taken for."""
     tried: list[Tried] = field(default_factory=list)
     taken: list[Tried] = field(default_factory=list)
     """The moves that lead from the start to `best`, in this order."""
@@ -91,14 +94,7 @@ class Search:
             after = move.apply(self.best)
             if after is None or after == self.best:
                 continue
-            is_last = not queue or not race.allows(*[self.best] * (self.last_trials + 4))
-            is_alone = is_last and not self.taken and not self.proves_alone
-            if is_alone and race.results(after):  # nothing is measured on top of it
-                one = self._tried(move, after)
-                one.reason = self.verdict(after, one.before, move, None)
-                if self._taken(one) or one.reason == DIFFERENT:
-                    return
-            if self._try(move, after):
+            if self.attempt(move, after):
                 following = move.then and move.then.apply(self.best)
                 if move.then and following and self.why_not(following) is None:
                     queue.insert(0, move.then)
@@ -127,7 +123,7 @@ class Search:
                     continue
                 race.note(f"{self.name(after)}{f': {move.does}' if move.does else ''}")
                 result = race.run(after)
-                one = self._tried(move, after)
+                one = self.record(move, after)
                 del waiting[after]
                 if not result.is_ok:
                     one.reason = f"failed: {result.reason}"
@@ -154,7 +150,7 @@ class Search:
         kept = [self.start] * (1 + self.always_trials)
         return self.race.allows(*kept, share=SCREEN_SHARE if has_promising else 1.0)
 
-    def _tried(self, move: Move, after: Setting) -> Tried:
+    def record(self, move: Move, after: Setting) -> Tried:
         """Return the record of a move, which is new unless it was screened."""
         one = next((each for each in self.tried if each.move.name == move.name), None)
         if one is None:
@@ -163,23 +159,23 @@ class Search:
         one.before, one.after = self.best, after
         return one
 
-    def _try(self, move: Move, after: Setting) -> bool:
-        """Race a move on top of the best setting, and return whether it was taken."""
-        race, best = self.race, self.best
+    def attempt(self, move: Move, after: Setting, before: Setting | None = None) -> bool:
+        """Race a move on top of the best setting or another, and return whether it was taken."""
+        race, best = self.race, before or self.best
         kept = max(self.last_trials, self.always_trials) if self.taken else self.always_trials
-        one = self._tried(move, after)
+        one = self.record(move, after)
+        one.before = best
         if not race.allows(best, after, *[after] * kept):
             one.reason = f"{UNPROVEN}: {race.stopped_by} before it was repeated"
+            if one.first_gain is None:
+                self.tried.remove(one)
+                self.leave(move.name, NO_TIME)
             return False
         race.note(f"{self.name(after)} beside {self.name(best)}")
         one.reason = self.prove(one.after, one.before, move, reserve=self.last_trials // 2)
         one.is_raced = race.gain(after, best) is not None
         if not race.results(after) and not race.failure(after):
             self.tried.remove(one)
-        return self._taken(one)
-
-    def _taken(self, one: Tried) -> bool:
-        """Return whether nothing speaks against a move, and note it."""
         one.taken = one.reason is None
         self.taken += [one] * one.taken
         return one.taken
@@ -187,32 +183,30 @@ class Search:
     def prove(
         self, after: Setting, before: Setting, move: Move | None = None, *, reserve: int = 0
     ) -> str | None:
-        """Race two settings, and return why the first one is not proven better. None: it is."""
-        why = self.race.compare(after, before, reserve=reserve)
-        if why is not None:
-            return why if self.race.failure(after) else f"{UNPROVEN}: {why}"
-        return self.verdict(after, before, move, self.race.gain(after, before))
+        """Race two settings, and return why the first one is not proven better. None: it is.
 
-    def verdict(
-        self, after: Setting, before: Setting, move: Move | None, gain: Figure | None
-    ) -> str | None:
-        """Return why a setting is not taken: its losses differ, or its gain is not clear."""
-        check = self.race.check(after, before)
+        Its losses differ, or its gain is not clear.
+        """
+        race = self.race
+        why, gain = race.compare(after, before, reserve=reserve), race.gain(after, before)
+        if why is not None:
+            return why if race.failure(after) else f"{UNPROVEN}: {why}"
+        check = race.check(after, before)
         if check.within_tolerance is False:  # what a move removes may be what is wrong
             return None if move and move.leaves_out else DIFFERENT
         if check.loss_difference is None:
             return UNSEEN
         if check.within_tolerance is None and check.tolerance == "statistical":
             return f"{UNPROVEN}: {check.tolerance_reason}"
-        if gain and (gain.low or 0.0) < LEAST_GAIN:
-            is_open = gain.median >= LEAST_GAIN and (gain.high or 2.0) > LEAST_GAIN
-            return UNPROVEN if is_open else "no clear gain"
-        return None
+        return unclear(gain) if gain else None
 
-    def step_back(self, reason: str) -> None:
-        """Give up the last move that was taken."""
-        one = self.taken.pop()
-        one.taken, one.reason = False, reason
+    def give_up(self, one: Tried, reason: str) -> None:
+        """Give up a move that was taken, and keep the others."""
+        rest = [other for other in self.taken if other is not one]
+        one.taken, one.reason, self.taken = False, reason, []
+        for other in rest:
+            other.before, other.after = self.best, other.move.apply(self.best) or self.best
+            self.taken.append(other)
 
     def rows(self) -> list[Row]:
         """Return what was measured about every move."""
@@ -224,10 +218,18 @@ class Search:
                 does=one.move.does,
                 speedup=one.move.speedup,
                 leaves_out=one.move.leaves_out,
-                against=self.name(one.before) if one.is_raced else None,
                 first_gain=one.first_gain,
                 taken=one.taken,
                 reason=one.reason,
+                **({"against": self.name(one.before)} if one.is_raced else one.seen),
             )
             for one in self.tried
         ]
+
+
+def unclear(gain: Figure) -> str | None:
+    """Return why an interval does not show that something is faster. None: it does."""
+    if (gain.low or 0.0) > LEAST_GAIN:
+        return None
+    is_open = gain.median >= LEAST_GAIN and (gain.high or math.inf) > LEAST_GAIN
+    return UNPROVEN if is_open else "no clear gain"

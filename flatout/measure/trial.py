@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -32,10 +32,12 @@ from flatout.config.registry import is_user_code
 from flatout.config.schema import RunConfig
 from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
+from flatout.hardware.machine import BUSY_CORES, CpuTimes, usable_cores
 from flatout.measure.attach.lines import failure_of
-from flatout.measure.attach.request import SEEN, Answer, Request, Timing
+from flatout.measure.attach.request import SEEN, SO_FAR, Answer, Request, Timing
 from flatout.measure.evidence import Failure, FailureKind
-from flatout.measure.scripts.changes import CHANGES
+from flatout.measure.scripts.changes import CHANGES, PASSIVE, states_waits
+from flatout.progress import Progress
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.runlog import RunLog
 
@@ -51,6 +53,8 @@ NOT_IMPORTED = "torch was not imported"
 HOOK = Path(__file__).parent / "attach" / "sitecustomize.py"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
+LOOK_S = 0.2
+"""Seconds for which the use of the cores is looked at."""
 NO_MEMORY = "out of memory|can't allocate memory"
 QUIET: dict[str, Any] = {
     "train.eval_every": 0,
@@ -177,6 +181,23 @@ def program_in(command: Sequence[str]) -> list[str]:
     return words
 
 
+def waiting_beside_others(progress: Progress) -> dict[str, str]:
+    """Return environment variables for processes on this machine: while others keep it busy, which
+    is said, threads that wait sleep, unless the environment states something else.
+    """
+    before = CpuTimes.read()
+    time.sleep(LOOK_S)
+    others = before.others_until(CpuTimes.read())
+    if others <= BUSY_CORES:
+        return {}
+    cores = f"{others:.1f} of {usable_cores()} cores"
+    if states_waits():
+        progress.say(f"Other processes use {cores}; timings will vary.")
+        return {}
+    progress.say(f"Other processes use {cores}, so threads sleep while they wait.")
+    return {**PASSIVE}
+
+
 def run_command(
     command: Sequence[str],
     request: Request,
@@ -187,10 +208,12 @@ def run_command(
     as_json: bool = False,
     limit_s: float = math.inf,
     grace_s: float = GRACE_S,
+    note: Callable[[str], object] = lambda text: None,
 ) -> Ran:
     """Run a command until it answers a request, and return the answer.
 
     The user's code and directory are not changed, and of its environment only what its changes set.
+    `note` receives what it says while it screens changes, whose results count even if it fails.
     Standard input and output are its own. With `as_json` its output goes to standard error. If it
     `is_captured` there is no input. After `limit_s`, or `grace_s` after its answer, it is ended.
     Nothing that it started runs on, however the call ends.
@@ -223,13 +246,12 @@ def run_command(
             start_new_session=is_captured,  # otherwise it may read from the terminal
         )
         try:
-            has_ended = _wait(process, request, grace_s, limit_s)
+            has_ended = _wait(process, request, grace_s, limit_s, note)
             code = process.poll()
         finally:
             end_all(process)
-        try:
-            found = Answer.model_validate_json(answer.read_bytes())
-        except (OSError, ValidationError):
+        found = answer_in(answer) or answer_in(own / f"{answer.name}{SO_FAR}")
+        if found is None:
             seen = Path(request.answer + SEEN).exists()
             found = Answer(problem=None if seen else NOT_IMPORTED)
         kept.seek(0)
@@ -237,14 +259,27 @@ def run_command(
         return Ran(found, code, output, has_ended, time.monotonic() - start_s)
 
 
+def answer_in(path: Path) -> Answer | None:
+    """Return the answer in a file. None when it is not there, or damaged."""
+    with suppress(OSError, ValidationError):
+        return Answer.model_validate_json(path.read_bytes())
+    return None
+
+
 def _wait(
-    process: subprocess.Popen[bytes], request: Request, grace_s: float, limit_s: float
+    process: subprocess.Popen[bytes],
+    request: Request,
+    grace_s: float,
+    limit_s: float,
+    note: Callable[[str], object],
 ) -> bool:
     """Wait until a command has ended, or for a while after its answer. False: it took too long."""
     path, end_s = Path(request.answer), time.monotonic() + limit_s
-    is_answered = request.to_the_end
+    is_answered, so_far = request.to_the_end, Path(request.answer + SO_FAR)
     while process.poll() is None and time.monotonic() < end_s:
         time.sleep(POLL_S)
+        if request.screen and (news := answer_in(so_far)):
+            note(news.note)
         if not is_answered and path.exists():
             is_answered, answer = True, Answer.model_validate_json(path.read_bytes())
             found = answer.evidence
@@ -316,6 +351,7 @@ def try_command(
     folder: Path,
     changes: Sequence[str] = (),
     copy: Scratch | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Result:
     """Time some steps of a script, with changes, and return the result.
 
@@ -327,9 +363,9 @@ def try_command(
         Request(changes=tuple(changes), timing=timing, copy_of_user=copy and str(copy.path)),
         folder=folder,
         is_captured=True,
+        environment={**(copy.environment() if copy else {}), **environment},
         limit_s=limit_s,
         grace_s=0.0,
-        environment=copy.environment() if copy else None,
     )
     found = result_of(ran)
     if copy and found.reason:

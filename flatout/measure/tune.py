@@ -290,7 +290,7 @@ def confirm(search: Search, requested: RunConfig, seq_len: int) -> bool:
             gain = race.gain(best, search.start)
             is_slower = gain is not None and gain.high is not None and gain.high <= 1
             if race.failure(best) or is_slower:
-                search.step_back(why or "slower in the end")
+                search.give_up(search.taken[-1], why or "slower in the end")
                 continue
         if race.left_s < race.expected_s(best):
             return False
@@ -303,7 +303,7 @@ def confirm(search: Search, requested: RunConfig, seq_len: int) -> bool:
         if result.is_ok or result.status == "timed-out":
             return result.is_ok
         if search.taken:
-            search.step_back(f"fails when it evaluates and saves: {result.reason}")
+            search.give_up(search.taken[-1], f"fails when it evaluates and saves: {result.reason}")
             continue
         race.done = [replace(one, result=result) for one in race.done]
         return False

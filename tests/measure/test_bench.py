@@ -23,8 +23,9 @@ from flatout.hardware.machine import Gpu, Machine
 from flatout.measure import bench as benching
 from flatout.measure import output
 from flatout.measure.bench import SWEEPS, precisions, remember, results_dir, run_bench
+from flatout.measure.intervals import Figure
 from flatout.measure.plan.prediction import predict_time
-from flatout.measure.race import Figure, Row
+from flatout.measure.race import Row
 from flatout.measure.resolving import resolve_here
 from flatout.measure.results import Bench
 from flatout.measure.trial import Result

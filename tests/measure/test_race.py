@@ -11,7 +11,8 @@ import pytest
 from flatout.assembly.speedup import Tolerance
 from flatout.errors import Interrupted
 from flatout.measure import race as racing
-from flatout.measure.race import Figure, Race, TimeIsUp, difference, figure_of, mean_of
+from flatout.measure.intervals import Figure, figure_of, mean_of
+from flatout.measure.race import Race, TimeIsUp, difference
 from flatout.measure.trial import Result
 
 EXACT, CLOSE = Tolerance.exact(), Tolerance.rounding(rtol=2e-4)

@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from flatout.errors import ConfigError
-from flatout.measure import resolving
+from flatout.measure import resolving, trial
 from flatout.measure.attach.request import Answer, Request, Timing
 from flatout.measure.compare import compare_commands
 from flatout.measure.resolving import adding_one, choose, resolve_apart, resolve_here, with_needs
@@ -39,6 +40,26 @@ def tried(text, tmp_path, *, steps=5, ends_after_s=60.0, **timing):
     return try_command(
         [sys.executable, "-c", text], Timing(steps=steps, **timing), ends_after_s, folder=tmp_path
     )
+
+
+@pytest.mark.parametrize(
+    ("busy_cores", "stated", "sleeps"),
+    [(1.5, None, True), (1.5, "GOMP_SPINCOUNT", False), (0.1, None, False)],
+)
+def test_threads_sleep_in_what_is_measured_beside_other_processes(
+    busy_cores, stated, sleeps, monkeypatch
+):
+    for name in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    if stated:
+        monkeypatch.setenv(stated, "100")
+    monkeypatch.setattr(trial.CpuTimes, "others_until", lambda *_: busy_cores)
+    monkeypatch.setattr(trial, "LOOK_S", 0.0)
+    said = SimpleNamespace(lines=[])
+    said.say = said.lines.append
+    expected = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if sleeps else {}
+    assert trial.waiting_beside_others(said) == expected
+    assert len(said.lines) == (busy_cores > 1), "it is said once"
 
 
 @pytest.mark.parametrize(

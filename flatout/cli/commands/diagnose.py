@@ -89,7 +89,7 @@ def diagnose(
     if script:
         require_one("diagnose", script, recipe, overrides)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
-        found, code = diagnose_script(script, request, as_json=as_json)
+        found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
         known = of_script(found, script, code, to_the_end=to_the_end)
         return DiagnoseResult(**dict(found) | known, script_code=code)
     if steps is not None or to_the_end:

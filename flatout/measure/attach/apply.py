@@ -1,33 +1,26 @@
-"""Applies changes inside the process of a script: makes the edits of its files on its objects.
-
-Everything happens before the script's own code runs, or when a model is called for the first time.
-"""
+"""Applies changes in the process of a script: of what it constructs, and of what it then has."""
 
 from __future__ import annotations
 
-import ast
+import atexit
 import functools
-import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 
-from flatout.config.registry import is_user_code
-from flatout.hardware.machine import probe
 from flatout.measure.attach.guard import guarded
-from flatout.measure.attach.sites import CALLS
+from flatout.measure.attach.items import keeping_items
+from flatout.measure.attach.sites import Sites
+from flatout.measure.attach.switches import Script, setting, switched
 from flatout.measure.scripts.changes import edit_of
-from flatout.measure.scripts.patch import Edit
-
-Failed = Callable[[str], object]
 
 
 class Models:
@@ -77,58 +70,35 @@ class Models:
             nn.Module.__call__ = self._plain  # type: ignore[method-assign]
 
 
-def apply(names: Sequence[str], models: Models) -> dict[str, str]:
-    """Apply changes, and return the dict that gets those which fail, with the reason."""
-    failed: dict[str, str] = {}
-    for name in names:
-        edit, fail = edit_of(name), partial(failed.__setitem__, name)
-        owners = [(getattr(torch.optim, kind), "__init__") for kind in edit.only]
-        how = ignoring if edit.remove else partial(setting, edit, fail)
-        if name == "bf16":
-            models.receivers.append(run_in_bf16)
-        elif edit.lines:
-            models.receivers.append(partial(run_lines, edit, fail))
-        elif name == "threads":
-            torch.set_num_threads(probe().cores)
-        if name == "no-anomaly":  # it is switched on by torch's own code
-            replace(torch, "set_anomaly_enabled", lambda plain: lambda *_: plain(False))
-            continue
-        for owner, function in owners or CALLS.get(edit.at, ()):
-            replace(owner, function, how)
-    return failed
+def apply(names: Sequence[str]) -> dict[str, str]:
+    """Apply changes, and return the dict that gets those which fail, with the reason.
 
-
-def run_lines(edit: Edit, failed: Failed, model: nn.Module) -> None:
-    """Run the lines of an edit for a model."""
-    text = "\n".join(edit.lines).replace("{model}", "model").replace("{torch}", "torch")
-    try:
-        exec(compile(text, __file__, "exec"), {"model": model, "torch": torch})  # flatout's code
-    except Exception as error:
-        number = traceback.extract_tb(error.__traceback__)[1].lineno or 1
-        where = f"in `{edit.lines[number - 1].strip()}`"
-        failed(f"{type(error).__name__}: {str(error) or where}")
-
-
-def run_in_bf16(model: nn.Module) -> None:
-    """Run the forward pass of a model in bf16 autocast, with results in fp32.
-
-    The class's method is replaced, since a model may be copied and pickled.
+    A model has them before its first call, everything else from now on.
     """
-    plain, device = type(model).forward, next(model.parameters()).device.type
+    failed, made, sites, models = dict[str, str](), ExitStack(), Sites(), Models()
+    sites.install()
+    atexit.register(guarded(made.close))  # what keeps it until then
 
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not model:
-            return plain(self, *args, **kwargs)
-        with torch.autocast(device, torch.bfloat16):
-            return in_fp32(plain(self, *args, **kwargs))
+    def make(name: str, *of: nn.Module) -> None:
+        try:
+            made.enter_context(switched(name, Script(of, None, sites)))
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
 
-    def in_fp32(out: Any) -> Any:
-        if torch.is_tensor(out) and out.dtype == torch.bfloat16:
-            return out.float()
-        return type(out)(map(in_fp32, out)) if type(out) in (tuple, list) else out
-
-    type(model).forward = forward
+    for name in names:
+        edit = edit_of(name)
+        owners = [getattr(torch.optim, kind) for kind in edit.only]
+        if edit.lines or edit.around:
+            models.receivers.append(partial(make, name))
+        elif edit.at == "items":
+            replace(DataLoader, "__init__", keeping_items)
+        elif edit.at in ("loader", "optimizer"):
+            for owner in owners or [DataLoader]:
+                fail = partial(failed.__setitem__, name)
+                replace(owner, "__init__", partial(setting, edit, fail))
+        elif not edit.environment:
+            make(name)
+    return failed
 
 
 def replace(
@@ -174,37 +144,3 @@ def keep_linked(copy: str) -> None:
     sys.addaudithook(on_event)
     replace(torch, "save", saving)
     register_optimizer_step_post_hook(on_step)
-
-
-def ignoring(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that ignores the user's own calls."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_users = is_user_code(sys._getframe(1).f_code.co_filename)
-        return None if is_users else plain(*args, **kwargs)
-
-    return call
-
-
-def setting(edit: Edit, failed: Failed, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that sets arguments, except for a dataset that is read in one order.
-
-    A loader keeps the workers that it has.
-    """
-    signature = inspect.signature(plain)
-    values = {name: ast.literal_eval(text) for name, text in edit.keywords.items()}
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if isinstance(given.get("dataset"), IterableDataset):
-            return plain(*args, **kwargs)
-        ours = values
-        if "num_workers" in ours:
-            ours = ours | {"num_workers": max(ours["num_workers"], given.get("num_workers", 0))}
-        try:
-            return plain(**given | ours)
-        except (RuntimeError, TypeError, ValueError) as error:
-            failed(str(error))
-            return plain(*args, **kwargs)
-
-    return call

@@ -23,10 +23,13 @@ from flatout.measure.attach.apply import Models, apply, keep_linked, replace
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.hooks import observing
-from flatout.measure.attach.request import SEEN, Request
+from flatout.measure.attach.request import SEEN, SO_FAR, Request
+from flatout.measure.attach.screening import Screening, Switches
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
+from flatout.measure.attach.switches import switched
 from flatout.measure.attach.timing import Steps, StepTimer, end_script, reply
+from flatout.measure.scripts.changes import CHANGES
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
@@ -49,6 +52,13 @@ class Attachment:
             sites=self._sites,
             is_trial=request.is_trial,
         )
+        if request.screen:
+            self._models = Models()
+            self._loop.screening = Screening(
+                self._switches, limit_s=request.screen_s, tell=guarded(self._tell)
+            )
+        self._known: dict[str, Any] = {}
+        """What was found before changes were screened."""
         self._is_done = False
         replace(os, "_exit", partial(observing, lambda *_: self.answer()))
         atexit.register(guarded(self.answer))
@@ -67,15 +77,39 @@ class Attachment:
         elif stages is not None and loop.steps:
             if loop.run is not None and self._request.is_trial:
                 found["once"] = guarded(loop.run.once)() or {}
-            try:
-                found["evidence"] = loop.evidence()
-            except Exception as unexpected:
-                found["problem"] = f"{type(unexpected).__name__}: {unexpected}"
-            found["sites"] = guarded(self._sites.found)(loop.model) or ()
+            found |= self._found()
         elif error is None:
             return
         loop.end()
         reply(self._request, loop.steps, is_complete=is_complete, **found)
+
+    def _found(self) -> dict[str, Any]:
+        """Return what was measured before changes were screened, and what they gain."""
+        found, screening = self._known, self._loop.screening
+        if not found:
+            try:
+                found["evidence"] = self._loop.evidence()
+            except Exception as unexpected:
+                found["problem"] = f"{type(unexpected).__name__}: {unexpected}"
+            found["sites"] = guarded(self._sites.found)(self._loop.model) or ()
+        if screening is not None:
+            found |= {name: getattr(screening, name) for name in ("screened", "kept", "failed")}
+        return found
+
+    def _switches(self) -> Switches:
+        """Return what turns each change on that can be screened."""
+        evidence = self._found()["evidence"]
+        script = self._loop.script(self._models.found, self._sites)
+        return {
+            name: partial(switched, name, script)
+            for name in self._request.screen * (evidence.world_size == 1)
+            if not CHANGES[name].is_of_start and CHANGES[name].why_not(evidence) is None
+        }
+
+    def _tell(self, note: str) -> None:
+        """Write what was found so far: the script may not survive the next step."""
+        so_far = self._request.model_copy(update={"answer": self._request.answer + SO_FAR})
+        reply(so_far, self._loop.steps, note=note, **self._found())
 
     def _after_step(self, goes_on: bool) -> None:
         if not goes_on or self._loop.steps == self._request.steps:
@@ -105,7 +139,7 @@ def attach(path: str) -> None:
     if request.timing is None and request.measures:
         Attachment(request)
         return
-    failed = apply(request.changes, Models())
+    failed = apply(request.changes)
     if request.timing is not None:
         StepTimer(request, failed)
     else:

@@ -46,8 +46,10 @@ from flatout.measure.attach.lines import (
 )
 from flatout.measure.attach.recorder import Graphs, keeper_of_graphs, own_lines, padding_of
 from flatout.measure.attach.request import Recording
+from flatout.measure.attach.screening import Screening
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
+from flatout.measure.attach.switches import Script
 from flatout.measure.attach.timing import Steps, loss_in, roots_of
 from flatout.measure.evidence import MIN_SAVES, CallSite, Evidence, Failure
 from flatout.measure.host import host_facts
@@ -76,6 +78,8 @@ PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
 SITED_STEPS = 3
 """First steps in which the places of forward and backward passes are noted."""
+FIXED_DATA_S = 8.0
+"""Seconds for which steps of flatout's own run with one batch are screened."""
 PLACES = {"optimizer": "optimizer", "loader": "rows", "anomaly": "anomaly", "threads": "threads"}
 """Kinds of calls in the script's files, and what their lines are evidence of."""
 
@@ -110,6 +114,8 @@ class Follower:
         """None: the loop states all phases of its steps."""
         self.model = model
         """The largest model that is called with gradients, and not by another model."""
+        self.screening: Screening | None = None
+        """What measures changes at the end of the measurement."""
         self.run: FlatoutsRun | None = None
         """The run, if this is flatout's own loop."""
         self._source, self._at_exit, self._after_step = source, at_exit, after_step
@@ -152,6 +158,10 @@ class Follower:
         self._optimizers = Steps(self._on_optimizer_step)
         stack.callback(self._optimizers.remove)
         stack.callback(self._learning.close)
+
+    def script(self, models: list[nn.Module], sites: Sites) -> Script:
+        """Return what changes of the script are about."""
+        return Script(models, self._optimizers.optimizer, sites, self._hooks.read)
 
     def end(self) -> bool:
         """Measure no longer, and return whether anything was. Hooks stay: torch may be in one."""
@@ -208,7 +218,9 @@ class Follower:
                 self.run = FlatoutsRun.above(sys._getframe(1), self.stages, self._on_phase)
                 self.base = BASE if self.run is None else None
                 if self.run is not None and self._is_trial:
-                    self.stages.switches["synthetic-data"] = self.run.fixed_data
+                    fixed = {"synthetic-data": self.run.fixed_data}
+                    self.screening = Screening(lambda: fixed, limit_s=FIXED_DATA_S)
+            self.stages.screening = self.screening
         if self.steps == EARLY_STEP:
             self._early_gradients = _gradients()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode

@@ -27,6 +27,7 @@ def gathered(known: Evidence, stages: Stages, periodic_s: Mapping[str, float | N
     """
     steps, extra_s = stages.ordinary.steps, sum(filter(None, periodic_s.values()))
     usage, trace = stages.usage(), stages.trace  # reading it may add a note
+    screened = stages.screening.screened if stages.screening else {}
     reasons = (reason for found in stages.compilations for reason in found.reasons)
     return known.model_copy(
         update={
@@ -35,7 +36,9 @@ def gathered(known: Evidence, stages: Stages, periodic_s: Mapping[str, float | N
             **phases(stages, periodic_s),
             **counts(stages),
             "kernels": trace.table() if trace else None,
-            "counterfactual_s": stages.counterfactual_s,
+            "counterfactual_s": {
+                name: stages.step_s / one.screened.median for name, one in screened.items()
+            },
             "sites": sites(stages),
             "other_busy_cores": usage["other_cores"],
             "read_bytes_per_step": (read := usage["read_bytes"]) and read / steps,

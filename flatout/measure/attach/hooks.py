@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -88,6 +89,8 @@ class Hooks:
         """What it reads, as in `Evidence`."""
         self.pinned = True
         """Whether its batches are pinned."""
+        self.read: tuple[Callable[[], Any], Any] = (lambda: None, None)
+        """A reference to the dataset, and the function that makes batches of its items."""
         self._timer = timer
 
     @contextmanager
@@ -148,6 +151,8 @@ class Hooks:
         if hasattr(batches, "_num_workers"):
             self.workers, self.dataset = batches._num_workers, rows_of(batches._dataset)
             self.pinned = batches._pin_memory
+            with suppress(TypeError):  # a list cannot be referred to, and is in memory anyway
+                self.read = weakref.ref(batches._dataset), batches._collate_fn
 
     def _timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function whose calls are timed as a phase, and saves by their lines."""

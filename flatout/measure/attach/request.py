@@ -5,12 +5,16 @@ from __future__ import annotations
 from pydantic import ConfigDict, Field
 
 from flatout.measure.evidence import Evidence, Failure
+from flatout.measure.intervals import Figure
 from flatout.storage.files import Stored
 
+ENDED = "the script ended with it"
+"""Why a change has no gain that was on when the script ended."""
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that `diagnose` measures."""
-SEEN = ".seen"
-"""Added to the name of the answer's file: it exists once the script has imported torch."""
+SEEN, SO_FAR = ".seen", ".so-far"
+"""Added to the name of the answer's file: it exists once the script has imported torch; it has the
+answer while changes are screened."""
 
 
 class Timing(Stored):
@@ -57,6 +61,19 @@ class Recorded(Stored):
     notes: tuple[str, ...]
 
 
+class Screened(Stored):
+    """What a change gains inside a running script, by the names of a `Row`."""
+
+    screened: Figure
+    """How many times faster steps are with it."""
+    compile_s: float | None = None
+    """Seconds that it compiled before its first block."""
+    pays_after: int | None = None
+    """Steps after which these are made up for."""
+    against: str | None = None
+    """The changes that were on with and without it."""
+
+
 class Request(Stored):
     """What to measure of a script, and what to change in its process."""
 
@@ -83,6 +100,11 @@ class Request(Stored):
     is_trial: bool = False
     """Whether it is flatout's own run in a scratch directory, whose data may be replaced at the end
     of the measurement, and which may save what is of no use."""
+    screen: tuple[str, ...] = ()
+    """Names of the changes to screen at the end of the measurement, where they fit. The script is
+    of no use to anybody then."""
+    screen_s: float = 0.0
+    """Seconds of steps for that, without compiling."""
     copy_of_user: str | None = None
     """The copy of the user's directory in which it runs. None: it runs in the directory itself."""
 
@@ -91,7 +113,7 @@ class Site(Stored):
     """A place in a file at which the script makes a call that a patch may edit."""
 
     kind: str
-    """optimizer, loader, gc-collect, empty-cache, anomaly or threads; caller: of a function that
+    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; caller: of what
     constructs an optimizer; loss: from the call of the model to the call that goes backward."""
     name: str
     """Class or function that is called."""
@@ -135,6 +157,8 @@ class Answer(Stored):
     """Seconds of each step of a trial after the first."""
     warmup_steps: int = 0
     """How many of `step_s` belong to the warm-up."""
+    own_share: float = 1.0
+    """Share of the measured seconds that does not depend on the load, as of a `Clock`."""
     is_complete: bool = False
     """Whether all steps that were asked for were timed."""
     compiled: list[int] = Field([])
@@ -149,3 +173,9 @@ class Answer(Stored):
     """Changes that could not be applied, and why."""
     sites: tuple[Site, ...] = ()
     """Calls that a patch may edit."""
+    screened: dict[str, Screened] = Field({})
+    """What the changes gain that were screened."""
+    kept: list[str] = Field([])
+    """Those that are faster together, in the order in which they were added."""
+    note: str = ""
+    """What is screened now."""

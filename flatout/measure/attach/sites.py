@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
     "gc-collect": ((gc, "collect"),),
     "empty-cache": ((torch.cuda, "empty_cache"),),
     "threads": ((torch, "set_num_threads"),),
+    "zero-grad": ((Optimizer, "zero_grad"), (nn.Module, "zero_grad")),
     "anomaly": ((detect_anomaly, "__init__"), (set_detect_anomaly, "__init__")),
 }
 """The functions and methods that are recorded, by kind of `Site`."""
@@ -60,6 +61,8 @@ class Sites:
         self._calls: dict[tuple[str, int, int], _Calls] = {}
         self._forward: dict[int, Position] = {}
         """Where each frame of user code is in the first forward pass since the last backward."""
+        self.ignored: set[str] = set()
+        """Kinds of calls of user code that do nothing."""
 
     def install(self) -> None:
         """Record from now on, until the process ends. The calls behave as before."""
@@ -108,12 +111,16 @@ class Sites:
 
         @guarded
         def record(frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kind == "zero-grad" and all([*args[1:], *kwargs.values()]):  # as it is by default
+                return
             if kind != "anomaly" or owner is detect_anomaly or torch.is_anomaly_enabled():
-                receiver = args[0] if isinstance(owner, type) else None
+                receiver = next(iter(args), None) if isinstance(owner, type) else None
                 self._record(kind, name, receiver, frame)
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if kind in self.ignored and is_user_code(sys._getframe(1).f_code.co_filename):
+                return None
             result = plain(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 record(sys._getframe(1), args, kwargs)

@@ -7,14 +7,13 @@ a stage is a generator that yields once per step.
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +24,13 @@ from torch.profiler import profile, record_function
 
 from flatout.distributed.rendezvous import silence_profiler
 from flatout.errors import RunFailed
-from flatout.hardware.machine import probe
+from flatout.hardware.machine import BUSY_CORES, probe
 from flatout.measure.attach.calls import MarkedCalls
 from flatout.measure.attach.guard import replaced
 from flatout.measure.attach.lines import LineSampler
 from flatout.measure.attach.recorder import CallRecorder
 from flatout.measure.attach.request import Recorded, Recording
+from flatout.measure.attach.screening import LONG_S, Screening
 from flatout.measure.attach.trace import (
     PREFIX,
     Trace,
@@ -53,12 +53,8 @@ CALLED_STEPS = 8
 """Steps whose calls are marked."""
 SAMPLED_EVERY_S = 0.03
 """Time between two looks at the loop's line."""
-LONG_S = 2.0
-"""Seconds from which a step is long: a few of them tell as much as many short ones."""
 MAX_TRACED_S = 5.0
 """Longer steps are not recorded: their operations would fill the memory."""
-TURNS, TURN_S = 3, 0.3
-"""Turns of steps with a change and ordinary ones, and the least seconds of each."""
 PERIODIC = ("checkpoint", "evaluation")
 """Phases that are not part of every step, and are averaged over all of them."""
 
@@ -139,11 +135,8 @@ class Stages:
         """The lines that made them."""
         self.gpu: dict[str, Any] = {}
         """What the driver reported of the GPU between two steps."""
-        self.counterfactual_s: dict[str, float] = {}
-        """Seconds of an average step with one thing replaced."""
-        self.switches: dict[str, Callable[[], AbstractContextManager[object]]] = {}
-        """Contexts in which steps differ by one change, which is made and undone between two steps,
-        by name: such as one in which every step gets the same batch at once."""
+        self.screening: Screening | None = None
+        """What measures changes at the end, if there are any."""
         self.notes: list[str] = []
         self.name = "warm-up"
         """The current stage."""
@@ -184,7 +177,10 @@ class Stages:
                 yield from self._operations()
         with self._sampling():
             yield from self._ordinary(lambda steps, seconds: not self._is_enough(self))
-        yield from self._in_turns()
+        if self.screening is not None:
+            self.name = "screened"
+            is_busy = (self.usage()["other_cores"] or 0.0) > BUSY_CORES
+            yield from self.screening.run(on_gpu=self.on_gpu, is_busy=is_busy)
 
     def start_step(self) -> bool:
         """End the step before, if it has not ended, and start one. False: the stages are over."""
@@ -409,30 +405,6 @@ class Stages:
     def next_step(self) -> int:
         """The number of the current step, or of the next one. The first was not seen."""
         return self.warm.steps + self.ordinary.steps + self.special.steps + 2
-
-    def _in_turns(self) -> Iterator[None]:
-        """Take turns between steps with each change and ordinary ones.
-
-        The median of their ratios counts, so that a machine that becomes slower does not.
-        """
-        for name, changed in self.switches.items() if self.step_s <= LONG_S else ():
-            self.name, ratios = name, list[float]()
-            for _ in range(TURNS):
-                with changed():
-                    yield
-                    other_s = yield from self._timed()
-                ratios.append(other_s / (yield from self._timed()))
-            self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
-
-    def _timed(self) -> Generator[None, None, float]:
-        """Take at least two steps, for TURN_S, and return the seconds of one."""
-        self._wait()
-        start_s, steps = time.perf_counter(), 0
-        while steps < 2 or time.perf_counter() - start_s < TURN_S:
-            yield
-            steps += 1
-        self._wait()
-        return (time.perf_counter() - start_s) / steps
 
     def _wait(self) -> None:
         if self.on_gpu:

@@ -28,6 +28,7 @@ from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.hooks import observing
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import Answer, Request
+from flatout.measure.attach.screening import Clock
 from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
@@ -84,6 +85,8 @@ class StepTimer:
         """Steps of the warm-up, the first step not counted. None while it lasts."""
         self._is_complete = False
         self._first_s = self._began_s = 0.0
+        self._clock = Clock.now()
+        """At the start of the measured steps."""
         self._compiled: list[int] = []
         self._compile_s = 0.0
         self._losses: list[list[Tensor]] = [[]]
@@ -140,7 +143,7 @@ class StepTimer:
             is_ready = steps >= MIN_WARM_STEPS and steps - 1 not in self._compiled
             is_over = past_s >= timing.warmup_s and (is_ready or past_s >= timing.limit_s / 2)
         if is_over:
-            self._warmup, self._began_s = steps, now_s
+            self._warmup, self._began_s, self._clock = steps, now_s, Clock.now()
 
     def _is_enough(self, now_s: float) -> bool:
         if self._warmup is None:
@@ -169,13 +172,14 @@ class StepTimer:
         if self._on_gpu():
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
-        step_s = self._step_s()
+        step_s, (wall_s, own_s) = self._step_s(), self._clock.until(Clock.now())
         reply(
             self._request,
             len(self._marks),
             step_s=step_s,
             warmup_steps=len(step_s) if self._warmup is None else self._warmup,
             is_complete=self._is_complete,
+            own_share=1.0 if self._on_gpu() else own_s / wall_s,
             compiled=[index for index in self._compiled if index >= 0],
             compile_s=self._compile_s or None,
             losses=[

@@ -8,8 +8,8 @@ from flatout.errors import ConfigError, RunFailed
 from flatout.measure.attach.request import Request
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import Evidence
-from flatout.measure.trial import NOT_IMPORTED, Ran, run_command
-from flatout.progress import counted
+from flatout.measure.trial import NOT_IMPORTED, Ran, run_command, waiting_beside_others
+from flatout.progress import SILENT, Progress, counted
 
 
 def diagnose_script(
@@ -17,6 +17,7 @@ def diagnose_script(
     request: Request,
     *,
     as_json: bool = False,
+    progress: Progress = SILENT,
 ) -> tuple[Diagnosis, int | None]:
     """Measure a training script without an edit, and return the findings and its exit code.
 
@@ -25,7 +26,8 @@ def diagnose_script(
     Raises: ConfigError when the command does not exist, or its environment has no flatout;
             RunFailed when nothing was measured.
     """
-    ran = run_command(command, request, as_json=as_json)
+    environment = waiting_beside_others(progress)
+    ran = run_command(command, request, as_json=as_json, environment=environment)
     found = diagnosis_of(evidence_in(" ".join(command), ran))
     return found, None if ran.answer.is_complete and not request.to_the_end else ran.code
 

@@ -1,6 +1,7 @@
 """What flatout can change in a script that it did not write, one entry per change. No torch.
 
-Its edit is made on the user's files by patch.py, and in the script's process by apply.py.
+Its edit is made on the user's files by patch.py, in the script's process by apply.py, and between
+two of its steps by switches.py.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from flatout.hardware.machine import probe
+from flatout.distributed.launch import stated_variables
+from flatout.hardware.machine import BUSY_CORES, probe
 from flatout.measure.evidence import Evidence
 from flatout.measure.scripts.patch import Edit
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch with a fused form on every device."""
-LEAST_WAIT = 0.02
-"""Share of a step from which waiting for data is worth a trial."""
+LEAST_WAIT, WORTH_WAIT = 0.02, 0.08
+"""Share of a step from which waiting for data is worth screening, and trials of processes."""
 MOST_WORKERS = 8
 """Most workers of a DataLoader that are tried."""
 WORKERS = {"num_workers": "{workers}", "persistent_workers": "True"}
@@ -32,11 +34,12 @@ GONE = {
     "deferred-item": "Read values in every tenth step, or one step late: keep `loss.detach()"
     '.to("cpu", non_blocking=True)` and read it after the next step.',
     "compile-each-block": "Call compile() of each block in the script, or try --with compile.",
-    "zero-grad-none": "Call zero_grad() without set_to_none=False in the script.",
-    "gc-thresholds": "Call gc.freeze() and gc.set_threshold(100_000, 50, 100) before the loop.",
     "prefetch": "Set prefetch_factor in the script's own DataLoader.",
 }
 """Changes of earlier versions, and what to do instead."""
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+"""Settings of GNU's and Intel's OpenMP with which a waiting thread sleeps: one that spins keeps its
+core from those that it waits for where other processes use the cores, too."""
 FP32, BF16 = 1e-3, 2e-2
 """How far losses may differ because sums of these types are rounded in a different order."""
 NO_CONVOLUTIONS = "There are no convolutions."
@@ -54,6 +57,13 @@ class Change:
     """Reasons why it is not worth a trial, and whether they hold."""
     rtol: float = 0.0
     """Largest relative difference of a loss. 0 means none."""
+    undo: tuple[str, ...] = ()
+    """Statements that undo the edit's lines."""
+
+    @property
+    def is_of_start(self) -> bool:
+        """Whether only a new process can have it. Otherwise it is switched between two steps."""
+        return bool(self.edit.environment) or self.edit.at == "loader"
 
     def why_not(self, evidence: Evidence) -> str | None:
         """Return why it is not worth a trial. None means it is."""
@@ -92,6 +102,11 @@ def no_gpu(evidence: Evidence) -> dict[str, object]:
     return {"The model is not on a GPU.": not evidence.on_gpu}
 
 
+def states_waits() -> bool:
+    """Return whether the environment states how long OpenMP's threads spin while they wait."""
+    return bool(stated_variables([*PASSIVE, "GOMP_SPINCOUNT"]))
+
+
 def calls(kind: str) -> Callable[[Evidence], Mapping[str, object]]:
     """Return the obstacles for a change of calls that a script may not make."""
     return lambda e: {"The script does not call it.": kind not in e.calls}
@@ -108,9 +123,24 @@ CHANGES = {
         lambda e: {
             "There is no DataLoader over a map-style dataset.": e.workers is None
             or e.dataset == "iterable",
+            "The steps wait too little for data.": (e.share(e.data_wait_s) or 0.0) < WORTH_WAIT,
             "There are as many workers already.": (e.workers or 0) >= num_workers(),
             "Its rows are tensors in memory, which workers would only copy.": e.dataset == "memory",
             "/dev/shm is too small: workers send batches through it.": e.lacks_shared,
+        },
+    ),
+    "cached-items": Change(
+        "items of a dataset that are the same in each epoch are read once, before the first step",
+        Edit(
+            at="items",
+            by_hand="Read the items into a list before the loop: rows = [*dataset], and pass that "
+            "to the DataLoader.",
+        ),
+        lambda e: {
+            "There is no DataLoader over a map-style dataset.": e.workers is None
+            or e.dataset == "iterable",
+            "Worker processes read them.": e.workers,
+            "Its rows are tensors in memory.": e.dataset == "memory",
             **no_wait(e),
         },
     ),
@@ -137,6 +167,20 @@ CHANGES = {
         "the loop does not call torch.cuda.empty_cache()",
         Edit(at="empty-cache", remove=True),
         calls("empty-cache"),
+    ),
+    "zero-grad-none": Change(
+        "zero_grad() drops the gradients instead of writing zeros",
+        Edit(at="zero-grad", keywords={"set_to_none": "True"}),
+        calls("zero-grad"),
+    ),
+    "gc-thresholds": Change(
+        "Python looks for garbage less often, and not among what exists before the loop",
+        Edit(lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)")),
+        lambda e: {
+            "The script calls gc.collect() itself.": "gc-collect" in e.calls,
+            "Collecting garbage takes little.": (e.share(e.gc_s) or 0.0) < LEAST_WAIT,
+        },
+        undo=("_gc.unfreeze()", "_gc.set_threshold(*thresholds)"),
     ),
     "threads": Change(
         "operations on the CPU use all cores",
@@ -165,6 +209,7 @@ CHANGES = {
             "The matmuls are not in fp32.": e.autocast or e.dtype != "float32",
         },
         FP32,
+        undo=('{torch}.set_float32_matmul_precision("highest")',),
     ),
     "bf16": Change(
         "the forward pass runs in bf16 autocast",
@@ -188,18 +233,21 @@ CHANGES = {
         Edit(lines=('{model}.set_attn_implementation("sdpa")',)),
         lambda e: {"No model with a different choice is known.": not e.eager_attention},
         FP32,
+        undo=('{model}.set_attn_implementation("eager")',),
     ),
     "channels-last": Change(
         "convolutions use the channels-last layout",
         Edit(lines=("{model}.to(memory_format={torch}.channels_last)",)),
         lambda e: {NO_CONVOLUTIONS: not e.convolutions},
         FP32,
+        undo=("{model}.to(memory_format={torch}.contiguous_format)",),
     ),
     "cudnn-benchmark": Change(
         "cuDNN measures its algorithms for each shape",
         Edit(lines=("{torch}.backends.cudnn.benchmark = True",)),
         lambda e: {**no_gpu(e), NO_CONVOLUTIONS: not e.convolutions},
         FP32,
+        undo=("{torch}.backends.cudnn.benchmark = False",),
     ),
     "fused-optimizer": Change(
         "the optimizer updates all weights in one kernel",
@@ -220,6 +268,16 @@ CHANGES = {
         Edit(lines=("{model}.compile()",), library={HF: {"torch_compile": "True"}}),
         lambda e: {"The model is compiled already.": e.compiled},
         FP32,
+        undo=("{model}._compiled_call_impl = None",),
+    ),
+    "passive-threads": Change(
+        "threads that wait sleep, and leave their cores to other processes",
+        Edit(environment=PASSIVE),
+        lambda e: {
+            "The model is on a GPU.": e.on_gpu,
+            "The environment states how threads wait.": states_waits(),
+            "No other process uses the cores.": (e.other_busy_cores or 0.0) <= BUSY_CORES,
+        },
     ),
     "malloc": Change(
         "freed memory stays with the process instead of going back to the system",

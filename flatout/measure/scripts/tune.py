@@ -1,7 +1,8 @@
 """Finds the changes that make a script faster, proves the gain, and writes them as a patch.
 
-Trials run in a copy of the script's directory. In the end, the patched files race against the
-original ones: that alone is what is claimed.
+Changes that can be switched between two steps are screened in one process of the script; the rest
+is ranked by what that process shows. Processes run in a copy of the script's directory. In the end,
+the patched files race against the original ones: that alone is what is claimed.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flatout.assembly.speedup import Tolerance
-from flatout.distributed.spinning import say_if_busy
 from flatout.errors import RunFailed, in_shell
-from flatout.measure.attach.request import Answer, Request, Timing
+from flatout.measure.attach.request import ENDED, Answer, Request, Timing
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.diagnose.script import evidence_in
 from flatout.measure.evidence import Evidence
+from flatout.measure.intervals import LEAST_GAIN
 from flatout.measure.moves import Move, Setting
 from flatout.measure.output import claim, require_own
 from flatout.measure.race import Race
@@ -36,20 +37,26 @@ from flatout.measure.results import (
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.scratch import Scratch, project_of
-from flatout.measure.search import UNPROVEN, Search
-from flatout.measure.trial import Result, run_command, try_command
+from flatout.measure.search import DIFFERENT, NO_TIME, UNPROVEN, Search, unclear
+from flatout.measure.trial import Result, run_command, try_command, waiting_beside_others
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_text, write_whole
 
 LOOK_S, TRIAL_S = 3.0, 3.0
-"""Seconds of steps with evidence, and of a trial."""
+"""Seconds of ordinary steps before changes are screened, and of a trial."""
+SCREEN_SHARE, MOST_LOOK = 0.25, 0.5
+"""Share of the time for steps in which changes are screened, and for their process in all."""
 MIN_STEPS, MAX_STEPS, FEW_STEPS = 12, 400, 3
 """Steps of a trial that are timed. Where they are long, they are fewer than MIN_STEPS."""
 TRIAL_SHARE = 0.025
 """Share of the time that those fewer steps may take."""
 WARM_STEPS = 4
 """First steps of a trial, which are not timed: a third of the others, and at most these."""
+TRIALS = 3
+"""Trials of each of two settings after which it is usually known which is faster."""
 UNCHANGED = Setting()
+SPINNING = {"threads": "spinning"}
+"""The value of a setting whose threads wait as they would without `passive-threads`."""
 
 
 def tune_script(
@@ -72,45 +79,51 @@ def tune_script(
     claim(Path(patch or out).parent)
     here = Path.cwd()
     with Scratch(project_of(here)) as scratch:
-        say_if_busy(progress)
-        with progress.task("Measuring the unchanged script"):
-            look, evidence = looked_at(command, scratch, total_s)
-            diagnosis = diagnosis_of(evidence)
-        trials = Trials(command, scratch, timed_steps(evidence.step_s or 0.0, total_s))
+        environment = waiting_beside_others(progress)
+        request = Request(
+            seconds=LOOK_S,
+            copy_of_user=str(scratch.path),
+            screen=tuple(only or CHANGES),
+            screen_s=SCREEN_SHARE * total_s,
+        )
+        with progress.task("Screening changes of the script") as task:
+            look, evidence = looked_at(
+                command, scratch, request, environment, MOST_LOOK * total_s, task.note
+            )
+        diagnosis = diagnosis_of(evidence)
+        timing = timed_steps(evidence.step_s or 0.0, total_s)
+        trials = Trials(command, scratch, timing, environment, look)
         race = Race(trials.run, tolerance, total_s=total_s, loss_steps=1, is_strict=False,
                     longest_s=4 * (time.monotonic() - began_s) + 180, began_s=began_s)  # fmt: skip
-        search = search_of(race, evidence, only)
-        with race.running(progress, "Tuning the script"):
-            base = race.run(UNCHANGED)
-            if not base.is_ok:
-                raise RunFailed(
-                    f"A trial of the unchanged script failed: {base.reason}.",
-                    fix="Run it alone first, twice: trials have no standard input, and start in a "
-                    "copy of this directory.",
-                )
-            search.run()
-        taken, found = [one.move.name for one in search.taken], dict[str, Any]()
-        if taken:
-            device = str(evidence.device).partition(":")[0]
-            edits = {name: edit_of(name, device) for name in taken}
-            trials.edits = patch_of(edits, look.sites, scratch.source)
-            with race.running(progress, "Proving the patch"):
-                found = proof_of(search, trials.edits)
+        if environment and "threads" not in look.kept:
+            race.ratio = without_load
+        search = search_of(race, evidence, only, look)
+        found = dict[str, Any]()
+        with race.running(progress, "Proving what is faster"):
+            found = proved(search, trials)
+        failed = race.failure(UNCHANGED)
+        if failed and not race.results(UNCHANGED):
+            raise RunFailed(
+                f"A trial of the unchanged script failed: {failed.reason}.",
+                fix="Run it alone first, twice: trials have no standard input, and start in a "
+                "copy of this directory.",
+            )
     result = ScriptTuning(
         command=list(command),
         verdict=diagnosis.verdict,
         step_ms=1e3 * (evidence.step_s or 0.0),
-        steps=trials.timing.steps + (trials.timing.warmup_steps or 0),
+        steps=timing.steps + (timing.warmup_steps or 0),
         changes=search.rows(),
         not_tried=search.left,
-        taken=[one.move.name for one in search.taken],
-        path=str(out) if search.taken or is_asked or out.exists() else "",
+        taken=[one.move.name for one in search.tried if one.taken],
+        path=str(out) if any(one.taken for one in search.tried) or is_asked or out.exists() else "",
         root="" if scratch.source == here.resolve() else os.path.relpath(scratch.source),
         **facts_of(race) | found,
     )
-    result = result.model_copy(update={"notes": notes(result)})
+    each_s = 2 * TRIALS * race.expected_s(UNCHANGED)
+    result = result.model_copy(update={"notes": notes(result, each_s)})
     if result.path:  # what nobody asked for is not left behind where nothing was found
-        write_results(out, result, race, diagnosis)
+        write_results(out, result, search, diagnosis)
     if patch is not None and result.patch:
         write_whole(Path(patch), result.patch)
     elif patch is not None:  # that of an earlier tune goes
@@ -126,18 +139,29 @@ class Trials:
     command: Sequence[str]
     scratch: Scratch
     timing: Timing
-    edits: Patch | None = None
-    """What patches the files. A setting whose changes are in the files says so in its values."""
+    environment: Mapping[str, str]
+    """How threads wait on a busy machine."""
+    look: Answer
+    """What the unchanged script shows."""
 
     def run(self, setting: Setting, seed: int, limit_s: float) -> Result:
         """Run a trial, and return the result."""
         self.scratch.reset()
-        if setting.values and self.edits:
-            apply(self.edits, self.scratch.path)
+        values, changes = dict(setting.values), sorted(setting.on, key=[*CHANGES].index)
+        if "files" in values:
+            patch = self.patch(setting)
+            apply(patch, self.scratch.path)
+            changes = list({one.change for one in patch.by_hand})
         timing = self.timing.model_copy(update={"seed_offset": seed})
-        changes = [] if setting.values else sorted(setting.on, key=[*CHANGES].index)
+        environment = {} if values == SPINNING else self.environment
         return try_command(self.command, timing, limit_s, folder=self.scratch.of(Path.cwd()),
-                           changes=changes, copy=self.scratch)  # fmt: skip
+                           changes=changes, copy=self.scratch, environment=environment)  # fmt: skip
+
+    def patch(self, setting: Setting) -> Patch:
+        """Return the patch that makes the changes of a setting."""
+        device = str(self.look.evidence and self.look.evidence.device).partition(":")[0]
+        edits = {name: edit_of(name, device) for name in sorted(setting.on, key=[*CHANGES].index)}
+        return patch_of(edits, self.look.sites, self.scratch.source)
 
 
 def tolerance(one: Setting, other: Setting) -> Tolerance:
@@ -146,52 +170,109 @@ def tolerance(one: Setting, other: Setting) -> Tolerance:
     return Tolerance.rounding(rtol=rtol) if rtol else Tolerance.exact()
 
 
-def search_of(race: Race, evidence: Evidence, only: Sequence[str]) -> Search:
-    """Return the search among the changes that are worth a trial, or the named ones."""
-    reasons = {name: one.why_not(evidence) for name, one in CHANGES.items()}
-    names = list(only) or [name for name, why in reasons.items() if why is None]
+def without_load(one: Result, other: Result) -> float:
+    """Return how many times faster a trial was, by what does not depend on other processes."""
+    return one.times_as_fast(other) * other.own_share / one.own_share
 
-    moves = [Move(name, frozenset({name}), does=CHANGES[name].does) for name in names]
-    search = Search(race, UNCHANGED, moves, start_name="the unchanged script", proves_alone=False)
-    for name, why in reasons.items():
-        if why and name not in names:
-            search.leave(name, why)
+
+def move_of(name: str) -> Move:
+    """Return the move that adds a change."""
+    return Move(name, frozenset({name}), does=CHANGES[name].does)
+
+
+def search_of(race: Race, evidence: Evidence, only: Sequence[str], look: Answer) -> Search:
+    """Return a search that starts from what the screening has kept, with the moves that are left.
+
+    Those need new processes, and are worth a trial by the evidence.
+    """
+    search = Search(race, UNCHANGED, start_name="the unchanged script", last_trials=2 * TRIALS)
+    for name in (*look.kept, *(each for each in look.screened if each not in look.kept)):
+        one, move = look.screened[name], move_of(name)
+        tried = search.record(move, move.apply(search.best) or search.best)
+        tried.seen, tried.first_gain = {**dict(one), "status": "ok"}, one.screened.median
+        tried.reason = look.failed.get(name) or unclear(one.screened)
+        if name in look.kept:
+            search.taken.append(tried)
+            tried.taken, tried.reason = True, None
+    for name in [one for one in only or CHANGES if one not in look.screened]:
+        why = look.failed.get(name) or CHANGES[name].why_not(evidence)
+        if why is None and (CHANGES[name].is_of_start or evidence.world_size > 1):
+            search.moves = [*search.moves, move_of(name)]
+        else:
+            search.leave(name, why or NO_TIME)
     return search
 
 
-def proof_of(search: Search, edits: Patch) -> dict[str, Any]:
-    """Race the patched files, and what no patch can express, against the unchanged script."""
-    race, found = search.race, dict[str, Any](patch=edits.diff, by_hand=edits.by_hand)
-    patched = search.best.but({"files": "patched"})
-    points = {"verified": patched} if edits.diff else {}
-    if edits.by_hand:  # the patch is not all of it
-        points = {"gain": search.best} | points
-    reasons: dict[str, str] = {}
-    for key, point in points.items():
-        race.note(search.name(point))
-        if why := search.prove(point, UNCHANGED):
-            reasons[key] = why
-        if gain := race.gain(point, UNCHANGED):
-            found |= {key: gain, f"{key}_losses": race.check(point, UNCHANGED)}
-    if not edits.by_hand:
-        found |= {"gain": found.get("verified"), "gain_losses": found.get("verified_losses")}
-    for reason in [*reasons.values()][:1]:
-        found |= {"patch": "", "withheld": f"No patch is written: {reason}."}
-        if next(iter(points)) in reasons:
-            found |= {"by_hand": [], "gain": None, "gain_losses": None}
-            while search.taken:
-                search.step_back(f"in the end, {reason}")
+def proved(search: Search, trials: Trials) -> dict[str, Any]:
+    """Race what was kept and what needs new processes; return what the result says of them all.
+
+    The patch of what was kept comes first, then changes of files on top of it, each with a patch of
+    all, and then what is set in the environment of a process, which no patch can do.
+    """
+    found = together(search, trials, {})
+    outside = [move for move in search.moves if CHANGES[move.name].edit.environment]
+    for move in search.moves if "cached-items" not in search.best.on else ():
+        after = move.apply(search.best) or search.best
+        if move not in outside and search.attempt(move, after):
+            found = together(search, trials, found)
+    search.last_trials = 0
+    for move in outside:
+        after, before = move.apply(search.best) or search.best, search.best
+        if move.name == "passive-threads" and trials.environment:  # all trials have it
+            after, before = before, before.but(SPINNING)
+        if search.attempt(move, after, before):
+            by_hand = trials.patch(Setting(move.adds)).by_hand
+            found["by_hand"] = [*found.get("by_hand", ()), *by_hand]
     return found
 
 
-def notes(found: ScriptTuning) -> list[str]:
-    """Return what was found in all, and how to use it."""
+def together(search: Search, trials: Trials, found: dict[str, Any]) -> dict[str, Any]:
+    """Prove the patch of all that is taken, and return what the result says of it.
+
+    What fails or has other losses is given up, or what was added to what had been `found`.
+    """
+    while search.taken:
+        new, why = proof_of(search, trials.patch(search.best))
+        if why is None:
+            return new
+        worst = max(search.taken, key=lambda one: CHANGES[one.move.name].rtol)
+        is_one = why == DIFFERENT or why.startswith("failed")
+        for one in search.taken[-1:] if found else [worst] if is_one else [*search.taken]:
+            search.give_up(one, f"in the end, {why}")
+        if found:
+            break
+        found = {} if search.taken else new
+    return found
+
+
+def proof_of(search: Search, edits: Patch) -> tuple[dict[str, Any], str | None]:
+    """Race the patched files, with what no patch can express, against the unchanged script.
+
+    Returns what the result says of them, and why they are not taken after all. Where there was no
+    time for an interval, that of the screening counts, if the losses agree.
+    """
+    race, patched = search.race, search.best.but({"files": "patched"})
+    race.note(search.name(patched))
+    why, gain = search.prove(patched, UNCHANGED), race.gain(patched, UNCHANGED)
+    check = race.check(patched, UNCHANGED)
+    is_first = gain and gain.low is None and gain.median > LEAST_GAIN and check.within_tolerance
+    if why is not None and not is_first:
+        return {"withheld": f"No patch is written: {why}."}, why
+    found = {"patch": edits.diff, "by_hand": edits.by_hand, "gain": gain, "gain_losses": check}
+    if not edits.by_hand:
+        found |= {"verified": gain, "verified_losses": check}
+    return found, None
+
+
+def notes(found: ScriptTuning, each_s: float) -> list[str]:
+    """Return what was found in all, and how to use it. `each_s` are the seconds of a race."""
     unproven = [row for row in found.changes if UNPROVEN in (row.reason or "")]
     if found.gain:
         kept = found.gain_losses and found.gain_losses.words()
         lines = [f"Together: {found.gain.times()}{f'; losses {kept}' if kept else ''}."]
     elif found.taken:
-        product = math.prod(row.gain.median for row in found.changes if row.taken and row.gain)
+        figures = [row.gain or row.screened for row in found.changes if row.taken]
+        product = math.prod(figure.median for figure in figures if figure)
         lines = [f"Together: about {product:.2f} times as fast, the product of the gains."]
     elif unproven:
         best = max(unproven, key=lambda row: row.first_gain or 0.0)
@@ -200,7 +281,7 @@ def notes(found: ScriptTuning) -> list[str]:
         lines = ["Nothing that was measured makes the script faster."]
     else:
         lines = ["No change was measured."]
-    lines += late_ones(found.not_tried)
+    lines += late_ones(found.not_tried, each_s)
     lines += [found.withheld] if found.withheld else []
     if found.patch:
         proof = f"The patched script: {found.verified.times()}." if found.verified else ""
@@ -218,20 +299,35 @@ def notes(found: ScriptTuning) -> list[str]:
     return [*lines, f"{found.trials}{where}"]
 
 
-def looked_at(command: Sequence[str], scratch: Scratch, limit_s: float) -> tuple[Answer, Evidence]:
-    """Return what the unchanged script shows, in its copy.
+def looked_at(
+    command: Sequence[str],
+    scratch: Scratch,
+    request: Request,
+    environment: Mapping[str, str],
+    limit_s: float,
+    note: Callable[[str], object],
+) -> tuple[Answer, Evidence]:
+    """Return what the unchanged script shows, in its copy, and what changes of it gain.
 
     Raises: RunFailed when it fails, or takes too few steps.
     """
     ran = run_command(
         [scratch.inside(word) for word in command],
-        Request(seconds=LOOK_S, copy_of_user=str(scratch.path)),
+        request,
         folder=scratch.of(Path.cwd()),
         is_captured=True,
+        environment={**scratch.environment(), **environment},
         limit_s=limit_s,
-        environment=scratch.environment(),
+        grace_s=0.0,
+        note=note,
     )
     look = Answer.model_validate_json(scratch.original(ran.answer.model_dump_json()))
+    if not ran.has_ended:  # there was no time for a change
+        look = look.model_copy(
+            update={"failed": {n: w for n, w in look.failed.items() if w != ENDED}}
+        )
+    if look.evidence is not None and look.screened:  # whatever came afterwards
+        return look, look.evidence
     ran, name = ran._replace(answer=look), " ".join(command)
     if look.evidence is None or ran.failure is not None:
         print(scratch.original(ran.output), file=sys.stderr)
@@ -258,18 +354,21 @@ def name_of(command: Sequence[str]) -> str:
     return Path(scripts[0]).stem or "script"
 
 
-def write_results(out: Path, result: ScriptTuning, race: Race, diagnosis: Diagnosis) -> None:
+def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Diagnosis) -> None:
     """Write tuning.json, changes.patch, and the losses and step times before and after."""
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / FILE, result.model_dump_json(indent=1) + "\n")
     (out / "changes.patch").unlink(missing_ok=True)
     if result.patch:
         write_text(out / "changes.patch", result.patch)
-    for name, on in (("before", frozenset[str]()), ("after", frozenset(result.taken))):
+    race, best = search.race, search.best
+    patched = race.results(best.but({"files": "patched"})) or race.results(best)
+    for name, trials in (("before", race.results(UNCHANGED)), ("after", patched)):
+        on = result.taken if name == "after" else []
         (out / name).mkdir(exist_ok=True)
         records = [
             {"step": step, "train/loss": loss, "perf/step_ms": 1e3 * step_s}
-            for one in race.results(Setting(on))[-1:]
+            for one in trials[-1:]
             for step, (loss, step_s) in enumerate(zip(one.losses[1:], one.step_s, strict=False), 2)
         ]
         events = [{"event": "speedup", "name": n, "on": n in on} for n in result.taken]

@@ -8,7 +8,8 @@ import pytest
 
 from flatout.cli import main as cli
 from flatout.measure import bench as measuring
-from flatout.measure.race import Figure, Row
+from flatout.measure.intervals import Figure
+from flatout.measure.race import Row
 from flatout.measure.results import Bench
 
 

@@ -97,7 +97,9 @@ def test_calls_are_found_once_with_their_positions(run):
         ("threads", "set_num_threads", b"th.set_num_threads(th.get_num_threads())"),
         ("optimizer", "AdamW", b"Adam(\n    model.parameters(),\n    lr=1e-3)"),
         ("loader", "DataLoader", b"DataLoader(data, batch_size=2)"),
+        ("zero-grad", "zero_grad", b"optimizer.zero_grad(set_to_none=False)"),
         ("gc-collect", "collect", b"gc.collect(0)"),
+        ("zero-grad", "zero_grad", b"zero_grad(False)"),
         ("empty-cache", "empty_cache", b"th.cuda.empty_cache()"),
     ]
     optimizer = sites[1]

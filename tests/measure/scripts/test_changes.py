@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from flatout.cli.main import main
-from flatout.measure.attach import apply
 from flatout.measure.attach.request import Request, Timing
 from flatout.measure.evidence import Evidence
 from flatout.measure.scripts.changes import CHANGES, num_workers
-from flatout.measure.scripts.patch import Edit
 from flatout.measure.trial import run_command
 
 SCRIPT = """
@@ -70,7 +67,8 @@ def main():
                     "workers": loader.num_workers, "persistent": loader.persistent_workers,
                     "threads": torch.get_num_threads(), "anomaly": torch.is_anomaly_enabled(),
                     "collected": collected,
-                    "fused": optimizer.defaults["fused"],
+                    "fused": optimizer.param_groups[0]["fused"],
+                    "gradient": net.conv.weight.grad is None,
                     "last": net.conv.weight.is_contiguous(memory_format=torch.channels_last),
                     "inside": str(net.saw), "out": str(out.dtype), "losses": losses,
                     "nested": str(nested.dtype),
@@ -85,7 +83,7 @@ if __name__ == "__main__":
     main()
 """
 ON_A_CPU = (
-    *("data-workers", "no-anomaly", "no-gc-collect", "threads"),
+    *("data-workers", "no-anomaly", "no-gc-collect", "zero-grad-none", "threads"),
     *("channels-last", "fused-optimizer", "tf32", "cudnn-benchmark"),
 )
 
@@ -125,7 +123,8 @@ def test_a_trial_keeps_steps_and_losses_and_ends_the_script(plain):
     assert found["workers"] == 0
     assert found["anomaly"]
     assert found["threads"] == 1
-    assert found["collected"]
+    assert 2 in found["collected"]
+    assert not found["gradient"]
     assert found["inside"] == "torch.float32"
     assert answer.peak_gib > 0
 
@@ -134,8 +133,9 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
     found, answer = effects(ON_A_CPU)
     assert (found["workers"], found["persistent"]) == (num_workers(), True)
     assert not found["anomaly"]
-    assert found["collected"] == []
+    assert 2 not in found["collected"]
     assert found["fused"]
+    assert found["gradient"]
     assert found["last"]
     assert found["same"]
     assert found["random"] == plain[0]["random"]
@@ -202,20 +202,6 @@ def test_every_change_can_be_applied_and_written():
         assert edit.at or edit.lines or edit.environment, name
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("int('x')", "ValueError: invalid literal for int() with base 10: 'x'"),
-        ("next(iter([]))", "StopIteration: in `next(iter([]))`"),
-    ],
-)
-def test_a_change_that_fails_says_where_if_its_error_says_nothing(line, reason):
-    reasons = []
-    edit = Edit(lines=("if True:", f"    {line}"))
-    apply.run_lines(edit, reasons.append, torch.nn.Linear(1, 1))
-    assert reasons == [reason]
-
-
 def test_the_page_lists_every_change():
     page = (Path(__file__).parents[3] / "docs" / "scripts.md").read_text(encoding="utf-8")
     for name, change in CHANGES.items():
@@ -229,7 +215,7 @@ def test_reasons_name_what_the_script_lacks():
         ({"dataset": "memory"}, "tensors in memory"),
         ({"dataset": "iterable"}, "map-style"),
         ({"shared_gib": 1 / 1024}, "/dev/shm is too small"),
-        ({"data_wait_s": 0.0}, "The steps do not wait for data."),
+        ({"data_wait_s": 0.0}, "wait too little"),
     ):
         assert said in CHANGES["data-workers"].why_not(waiting.model_copy(update=facts))
     tried = {name for name, change in CHANGES.items() if not change.why_not(waiting)}
