@@ -75,6 +75,8 @@ def apply(names: Sequence[str]) -> dict[str, str]:
 
     A model has them before its first call, everything else from now on.
     """
+    if not names:
+        return {}
     failed, made, sites, models = dict[str, str](), ExitStack(), Sites(), Models()
     sites.install()
     atexit.register(guarded(made.close))  # what keeps it until then
