@@ -144,6 +144,8 @@ def tuned(tmp_path, monkeypatch):
 
     def search(script, /, *, minutes=1e4, **options):
         monkeypatch.chdir(tmp_path)
+        for name in (*PASSIVE, "GOMP_SPINCOUNT"):
+            monkeypatch.delenv(name, raising=False)
         script.path = tmp_path / "train.py"
         script.path.write_text(SOURCE)
         for module in (tune, trial):
