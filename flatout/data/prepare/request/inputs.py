@@ -174,8 +174,12 @@ def open_corpus(
         for name in all_names
     ]
     files = [[file for task in tasks for file in task.files] for tasks in opened]
-    if fields != TEXT_FIELD and all(each and not holds_rows(each) for each in files):
-        raise _no_rows(" ".join(all_names))
+    lack = [
+        name for name, each in zip(all_names, files, strict=True) if each and not holds_rows(each)
+    ]
+    # text beside rows has no field, but it would be trained on where a prompt or a turn is masked
+    if lack and (fields.prompt or chat or (options.text_field and len(lack) == len(files))):
+        raise _no_rows(" ".join(lack))
     for pattern in options.include:
         if not any(matches(file.path, pattern) for file in chain(*files)):
             raise DataError(

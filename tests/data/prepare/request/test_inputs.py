@@ -120,6 +120,15 @@ def test_a_text_field_needs_rows(tmp_path):
     assert open_corpus(both[:1], val=both[1:], text_field="body").read_tasks
 
 
+def test_text_beside_rows_is_not_taken_where_a_part_of_a_row_is_masked(tmp_path):
+    rows, text = tmp_path / "rows.jsonl", tmp_path / "notes.txt"
+    rows.write_text('{"text": "a", "prompt": "b"}\n')
+    text.write_text("a")
+    assert open_corpus([str(rows), str(text)], text_field="text").read_tasks
+    with pytest.raises(DataError, match=r"notes\.txt has no rows"):
+        open_corpus([str(rows), str(text)], mask_field="prompt")
+
+
 def test_files_passed_over_are_reported(tmp_path, said):
     for name in ("a.txt", "a.html", "b.html", "c.PY", "d.html.gz"):
         (tmp_path / name).write_text("text")
