@@ -431,6 +431,8 @@ def _as_on_device(workload: Workload) -> Workload:
     if ops.cross_entropy is cross_entropy.chunked:
         at_once = cross_entropy.LOGITS_AT_ONCE["cuda" if on_gpu else "cpu"]
         ops = replace(ops, cross_entropy=cross_entropy.in_chunks(at_once, CHUNKS))
+    if ops.cross_entropy is cross_entropy.bf16:
+        ops = replace(ops, cross_entropy=cross_entropy.of_few_rows(CHUNKS))
     if on_gpu and ops.scan is scan.triton:
         ops = replace(ops, scan=scan.in_passes)
     config, has_mask = workload.model_config, workload.document_mask

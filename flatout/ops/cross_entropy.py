@@ -141,14 +141,20 @@ def sharded(
     return loss_sum, valid_BT[:, start:end].sum()
 
 
-def _in_bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
+def _in_bf16(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *others: Any,
+    most: int | None = None,
+) -> Tensor:
     if not linear.bf16_fits(hidden_BTD, weight_VD):
         return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT, *others)
     given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
     has_gradients = torch.is_grad_enabled() and (
         hidden_BTD.requires_grad or weight_VD.requires_grad
     )
-    return _OverRows.apply(*given, has_gradients)  # type: ignore[no-any-return, no-untyped-call]
+    return _OverRows.apply(*given, has_gradients, most)  # type: ignore[no-any-return, no-untyped-call]
 
 
 fused = _variant(_with_all_logits(functional.linear))
@@ -180,6 +186,11 @@ def in_chunks(at_once: int, most: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """
     loop = partial(_loop, _of_chunk, at_once=at_once, most=most)
     return _variant(partial(_with_chunks, loop=loop))
+
+
+def of_few_rows(most: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `bf16` that handles `most` of its rows alone, which need as much memory as all."""
+    return _variant(partial(_in_bf16, most=most))
 
 
 def of_logits(
@@ -243,15 +254,16 @@ class _OverRows(torch.autograd.Function):
         softcap: float | None,
         z_loss: float,
         has_gradients: bool,
+        most: int | None,
     ) -> Tensor:
         """Return the loss. The gradients of the logits are kept for backward."""
         narrow_VD = weight_VD.bfloat16()
-        given = (hidden_ND.bfloat16(), narrow_VD, targets_N, softcap, z_loss, has_gradients)
-        results: tuple[Tensor, Tensor] = _over_rows(*given)
-        loss_sum, grad_NV = results
+        given = (hidden_ND.bfloat16(), narrow_VD, targets_N, softcap, z_loss, has_gradients, most)
+        over_rows: Any = _opaque_rows if torch.compiler.is_compiling() else _over_rows
+        loss_sum, grad_NV = over_rows(*given)
         if has_gradients:
             ctx.save_for_backward(hidden_ND, narrow_VD, grad_NV)
-        return loss_sum
+        return loss_sum  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
@@ -263,10 +275,9 @@ class _OverRows(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             scaled_ND = (hidden_ND.float() * grad).bfloat16()
             grad_VD = functional.linear(grad_NV.t(), scaled_ND.t()).float()
-        return grad_ND, grad_VD, None, None, None, None
+        return grad_ND, grad_VD, None, None, None, None, None
 
 
-@torch.library.custom_op("flatout::loss_over_rows", mutates_args=())
 def _over_rows(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -274,6 +285,7 @@ def _over_rows(
     softcap: float | None,
     z_loss: float,
     has_gradients: bool,
+    most: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss, and the gradients of the logits if they are wanted.
 
@@ -281,7 +293,9 @@ def _over_rows(
     """
     logits_NV = functional.linear(hidden_ND, weight_VD)
     total = logits_NV.new_zeros((), dtype=torch.float32)
-    for _, rows_CV, targets_C in _chunks(logits_NV, targets_N, len(weight_VD), LOGITS_IN_CACHE):
+    for _, rows_CV, targets_C in _chunks(
+        logits_NV, targets_N, len(weight_VD), LOGITS_IN_CACHE, most
+    ):
         if softcap is not None or z_loss:
             scale = 1.0 if has_gradients else None
             loss, grad_CV = _of_chunk(rows_CV, targets_C, softcap, z_loss, scale)
@@ -298,11 +312,14 @@ def _over_rows(
     return total, logits_NV if has_gradients else logits_NV.new_empty(0)
 
 
-@_over_rows.register_fake
+_opaque_rows = torch.library.custom_op("flatout::loss_over_rows", mutates_args=())(_over_rows)
+
+
+@_opaque_rows.register_fake
 def _shapes_over_rows(
     hidden_ND: Tensor, weight_VD: Tensor, _targets: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    shape = (len(hidden_ND), len(weight_VD)) if others[-1] else (0,)
+    shape = (len(hidden_ND), len(weight_VD)) if others[-2] else (0,)
     return hidden_ND.new_empty((), dtype=torch.float32), hidden_ND.new_empty(shape)
 
 

@@ -20,7 +20,7 @@ from flatout.training.checkpoint.catalog import make_folder
 def done(monkeypatch):
     """Record every sync, rename and unlink in order, with the final name of the file."""
     told = []
-    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+    fsync, replace, rename, unlink = os.fsync, Path.replace, Path.rename, Path.unlink
 
     def tell(what, path):
         told.append((what, re.sub(r"\.[0-9a-f]{8}\.part$", "", Path(path).name)))
@@ -34,6 +34,9 @@ def done(monkeypatch):
     )
     monkeypatch.setattr(
         Path, "replace", lambda path, target: tell("rename", target) or replace(path, target)
+    )
+    monkeypatch.setattr(
+        Path, "rename", lambda path, target: tell("rename", target) or rename(path, target)
     )
     monkeypatch.setattr(
         Path, "unlink", lambda path, **options: tell("unlink", path) or unlink(path, **options)

@@ -324,7 +324,7 @@ def test_the_rate_of_the_full_set_predicts_the_next_run(tmp_path, tiny_config):
     assert (run.by, run.tokens_per_s) == ("bench", 1000.0)
     past = past_run(config, decisions)
     found = predict_time(past, config, flops_per_token=1e6, peak=None, runs=[run])
-    assert found.source == "1 measurement of bench for this shape here"
+    assert found.source == "1 bench run of this shape here"
 
 
 def test_every_point_of_a_sweep_is_what_it_says(tiny_config, monkeypatch):

@@ -15,13 +15,13 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 84_810,
-    "data": 57_610,
+    "data": 57_640,
     "training": 54_310,
     "cli": 24_030,
     "models": 22_385,
-    "assembly": 16_430,
+    "assembly": 16_455,
     "config": 10_190,
-    "ops": 13_915,
+    "ops": 13_985,
     "inference": 8_350,
     "storage": 11_210,
     "distributed": 6_645,
