@@ -175,7 +175,8 @@ def call(words: list[str], display: contextlib.ExitStack, as_json: bool) -> int:
                 code = launch(program(words), count, own, usable_cores())
                 text = answer.read_text() if code and answer.exists() else ""
             return code if write_output(lambda: print(text, end="")) else 1
-    spin_less_beside_others(progress if command.is_timed else SILENT)
+    is_recipe = command.is_timed and not values.get("script")  # a script says so itself
+    spin_less_beside_others(progress if is_recipe else SILENT)
     report = RunReport(terminal, verbose=values.get("verbose", False))
     stream = sys.stderr if as_json else sys.stdout
     values |= {

@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 84_810,
     "data": 57_640,
     "training": 54_310,
-    "cli": 24_030,
+    "cli": 24_035,
     "models": 22_385,
     "assembly": 16_455,
     "config": 10_190,

@@ -73,5 +73,4 @@ def compare(
 COMMAND = Command(
     compare,
     example="flatout compare -- python train.py -- python train.py --compile",
-    is_timed=True,
 )
