@@ -661,8 +661,8 @@ ROWS = [
         "work-without-effect",
         "Results that nobody reads, or whose gradients are zero, are computed.",
         lambda e: (place := e.site("unread zero")) and e.share(place.seconds_per_step, 0.1),
-        "{share:.0%} of each step is the work of {site}, which changes no weight: nothing reads "
-        "its result, or its gradients are zero.",
+        "{share:.0%} of each step is the work of {site}, which changed no weight in any of them: "
+        "nothing reads its result, or its gradients are zero.",
         "Remove it, or compute it only in the steps that use it.",
         site="unread zero",
     ),
