@@ -26,6 +26,7 @@ from flatout.progress import Progress
 from flatout.storage.files import PART
 from flatout.storage.json_io import JsonObject
 from flatout.storage.remote.connection import Unreachable
+from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.reading import open_remote
 from flatout.storage.whole import MANIFEST, beside, name_of, push
 from flatout.training.checkpoint import catalog
@@ -200,12 +201,19 @@ class Uploader(Quiet):
         return num_bytes
 
     def _is_whole(self, name: str) -> bool:
+        step = self._local().get(name)
         try:
-            return self._store.manifest(name) is not None
+            if self._store.manifest(name) is None:
+                return False
         except Unreachable:
             raise
         except DataError:  # what cannot be read back is sent again
-            return name not in self._local()
+            return step is None
+        if step is None or self._config.compress:
+            return True
+        there = RemoteFolder(f"{self._store.url}/{name}").files()
+        listed = catalog.read_manifest(catalog.checkpoint_path(self._run_folder, step)).files
+        return all(there.get(one.name, {}).get("size") == one.size_bytes for one in listed)
 
     def _send_checkpoint(self, step: int, there: dict[str, bool]) -> int:
         """Send a checkpoint: its files, those of the run, and its manifest last."""

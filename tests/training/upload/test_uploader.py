@@ -392,6 +392,16 @@ def test_a_manifest_that_cannot_be_read_back_is_sent_again(
     assert (uploaded(4), uploaded(5)) == (FILES, FILES)
 
 
+def test_a_file_there_of_another_size_is_sent_again(run, store, uploaded):
+    path = run.checkpoint(5)
+    run.send()
+    there = f"{run.there(5)}/model.safetensors"
+    store.pipe_file(there, b"cut")
+    run.send()
+    assert run.of_kind("upload") == [5]
+    assert store.cat(there) == (path / "model.safetensors").read_bytes()
+
+
 def test_what_a_lost_directory_sent_in_part_is_deleted(run, store, uploaded):
     store.pipe_file("/bucket/runs/run/step-7-00000000/model.safetensors", b"half")
     run.checkpoint(5)
