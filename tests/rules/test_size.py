@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 84_810,
     "data": 57_640,
-    "training": 54_400,
+    "training": 54_425,
     "cli": 24_035,
     "models": 22_385,
     "assembly": 16_455,

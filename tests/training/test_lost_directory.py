@@ -36,6 +36,15 @@ def test_a_deleted_directory_is_not_made_again(tiny_config, tmp_path, steps):
     assert not run.exists()
 
 
+def test_a_deleted_lock_is_named(tiny_config, tmp_path):
+    run = tmp_path / "run"
+    config = tiny_config(checkpoint__every_steps=2, train__eval_every=0)
+    with pytest.raises(RunFailed, match="lock was deleted while the run trained") as ended:
+        run_training(config, run, observers=[At(3, (run / LOCK).unlink)])
+    assert "the same command again" in ended.value.fix
+    assert run_training(config, run)["steps"] == config.train.steps
+
+
 def test_a_moved_directory_continues_where_it_is(tiny_config, tmp_path):
     run, moved = tmp_path / "run", tmp_path / "moved"
     config = tiny_config(checkpoint__every_steps=2, train__eval_every=0)

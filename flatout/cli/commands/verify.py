@@ -67,7 +67,7 @@ class VerifyResult(Result):
         read = f"{counted(self.files, 'file')} read, {amount(self.bytes, 'bytes')}."
         fix = "Fix: restore the damaged files from a copy, or delete the checkpoint or export."
         if self.kind == "dataset":
-            fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
+            fix = "Fix: delete the directory and run `flatout prepare` again, or copy it again."
         notes = [shortened(self.problems, MOST_PROBLEMS, "\n")] if self.problems else []
         if self.newest_valid and self.kind == "run":
             notes.append(f"The run resumes from the newest valid one, {self.newest_valid}.")

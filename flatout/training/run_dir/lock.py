@@ -79,7 +79,12 @@ def require_held(folder: Path) -> None:
         found = None
     if found == token:
         return
-    if not (folder / LOCK).exists():
+    if folder.exists() and not (folder / LOCK).exists():
+        raise RunFailed(
+            f"{folder / LOCK} was deleted while the run trained, so another one may train there.",
+            fix="Start the same command again: it continues from the last checkpoint.",
+        )
+    if not folder.exists():
         raise RunFailed(
             f"{folder} was moved or deleted while the run trained.",
             fix="Nothing is written there any more. Where it is now, the same command with "

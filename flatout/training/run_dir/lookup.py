@@ -176,7 +176,8 @@ def _instead_of_best(last: Path, checkpoint: str | None, progress: Progress) -> 
     why = (
         "No validation loss of this run is known, so no step is its best"
         if step is None
-        else f"Step {step} had the lowest validation loss, but has no complete checkpoint"
+        else f"Step {step} had the lowest validation loss up to step {catalog.step_of(last)}, "
+        "but has no complete checkpoint"
     )
     if checkpoint is not None:
         raise CheckpointError(

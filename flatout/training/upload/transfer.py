@@ -30,7 +30,10 @@ from flatout.training.upload.remote import RemoteCopy, require_elsewhere
 from flatout.training.upload.restore import fetch_run
 from flatout.training.upload.uploader import Uploader
 
-AGAIN = "Run the same command again: it continues."
+AGAIN = (
+    "Run the same command again. If it says this again, the file there is damaged: delete it "
+    "there, and send it again with `flatout push`."
+)
 """The fix for a file that arrived damaged."""
 
 
