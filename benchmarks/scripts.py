@@ -284,10 +284,15 @@ def tune(
         return result
     root = next(one for one in (cwd, *cwd.parents) if (one / ".git").is_dir())
     copy = root.with_name(f"{root.name}-patched")
+    shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(root, copy)
     inside = copy / cwd.relative_to(root)
     done = subprocess.run(
-        ["git", "apply", str(patch)], cwd=inside, capture_output=True, text=True, check=False
+        ["git", "apply", str(patch)],
+        cwd=inside / found.get("root", ""),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     result["patch"] = patch.read_text()
     if done.returncode:
