@@ -182,8 +182,10 @@ def program_in(command: Sequence[str]) -> list[str]:
 
 
 def waiting_beside_others(progress: Progress) -> dict[str, str]:
-    """Return environment variables for processes on this machine: while others keep it busy, which
-    is said, threads that wait sleep, unless the environment states something else.
+    """Return the variables with which waiting threads sleep if other processes use the cores.
+
+    One line tells the user. Empty on an idle machine, and where the environment states how
+    threads wait.
     """
     before = CpuTimes.read()
     time.sleep(LOOK_S)

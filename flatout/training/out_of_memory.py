@@ -194,7 +194,7 @@ def _need(run: Run) -> MemoryEstimate | None:
     try:
         accumulate = run.config.batch.accumulate or 1
         return estimate(workload_of(run.config), run.rows_per_device, accumulate)
-    except Exception:  # a custom model may need values, and what is said of it matters less
+    except Exception:  # a custom model may not be traced, and a warning must not end its run
         return None
 
 

@@ -59,7 +59,7 @@ def test_threads_sleep_in_what_is_measured_beside_other_processes(
     said.say = said.lines.append
     expected = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if sleeps else {}
     assert trial.waiting_beside_others(said) == expected
-    assert len(said.lines) == (busy_cores > 1), "it is said once"
+    assert len(said.lines) == (busy_cores > 1), "one line tells of it"
 
 
 @pytest.mark.parametrize(

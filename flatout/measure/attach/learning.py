@@ -25,6 +25,8 @@ EARLY_STEPS, LOOKS, LEAST = 2, 8, 5
 """Steps of an optimizer before the first look, steps with a look, and fewest that tell something:
 the first steps may warm up.
 """
+MOST_STEPS = 100
+"""Steps of all optimizers after which nothing is looked at any more."""
 TENSORS, SOME = 8, 64
 """The largest tensors of an optimizer, and values of each, that are looked at."""
 
@@ -59,12 +61,19 @@ class _Looks:
     moved: list[Tensor] = field(default_factory=list)
     """Which of them have changed."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it is not looked at any more."""
+        return self.is_odd or self.looks >= LOOKS
+
 
 class Learning:
     """Whether the optimizers of this process find gradients, clear them, and move weights."""
 
     def __init__(self) -> None:
         self._looks: WeakKeyDictionary[Optimizer, _Looks] = WeakKeyDictionary()
+        self._steps = 0
+        """Steps of all optimizers."""
         self._removes = [
             register_optimizer_step_pre_hook(guarded(self._before_step)).remove,
             register_optimizer_step_post_hook(guarded(self._after_step)).remove,
@@ -77,8 +86,8 @@ class Learning:
 
     def before_backward(self, *, is_plain: bool) -> None:
         """Note what gradients there are. `is_plain`: autograd adds to them."""
-        looks = [*self._looks.values()]
-        if looks and all(one.looks >= LOOKS or one.is_odd for one in looks):
+        looks = [one for one in self._looks.values() if not one.is_done]
+        if self._steps > MOST_STEPS or (self._looks and not looks):
             self.close()  # not in a hook: torch goes through them
         if not self._removes:
             return
@@ -99,15 +108,16 @@ class Learning:
                 continue
             reached = sum(int(each.sum()) for each in one.reached)
             moved = sum(int(each.sum()) for each in one.moved)
-            facts: dict[str, Any] = {
-                "without_gradients": _share(one.without),
-                "uncleared": _share(one.uncleared),
-                "unmoved": 1 - moved / reached if reached else None,
-                "weights_dtype": str(one.weights[0].dtype).removeprefix("torch."),
-                "highest_lr": one.highest_lr,
-                "watched_optimizer": type(optimizer).__name__,
-            }
-            found.append(facts)
+            found.append(
+                {
+                    "without_gradients": _share(one.without),
+                    "uncleared": _share(one.uncleared),
+                    "unmoved": 1 - moved / reached if reached else None,
+                    "weights_dtype": str(one.weights[0].dtype).removeprefix("torch."),
+                    "highest_lr": one.highest_lr,
+                    "watched_optimizer": type(optimizer).__name__,
+                }
+            )
         return max(
             found,
             key=lambda one: one["without_gradients"] + one["uncleared"] + (one["unmoved"] or 0.0),
@@ -115,6 +125,7 @@ class Learning:
         )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps += 1
         if torch.compiler.is_compiling():
             return
         if optimizer not in self._looks:
@@ -127,7 +138,7 @@ class Learning:
         one.is_odd |= has_closure or kwargs.get("closure") is not None
         one.is_odd |= not one.weights or (one.steps > 0 and one.backwards == 0)
         one.steps += 1
-        if one.is_odd or one.steps <= EARLY_STEPS:
+        if one.is_done or one.steps <= EARLY_STEPS:
             return
         gradients = _gradients(one.weights)
         one.without.append(_are_zero(gradients) if gradients else torch.tensor(True))
@@ -137,10 +148,8 @@ class Learning:
         are_same = bool(one.had) and all(
             a is b for a, b in zip(now, one.had, strict=True) if a is not None
         )
-        if gradients and are_same and not one.is_cleared:
-            one.uncleared.append(~torch.stack(one.zeros).any())
-        else:
-            one.uncleared.append(torch.tensor(False))
+        is_kept = gradients and are_same and not one.is_cleared
+        one.uncleared.append(~torch.stack(one.zeros).any() if is_kept else torch.tensor(False))
         one.before = [_some(weights) for weights in one.weights]
         one.reached = one.reached or [
             torch.zeros_like(each, dtype=torch.bool) for each in one.before
@@ -152,7 +161,7 @@ class Learning:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         one = self._looks.get(optimizer)
-        if one is None or torch.compiler.is_compiling():
+        if one is None or one.is_done or torch.compiler.is_compiling():
             return
         if one.before:
             one.looks += 1
@@ -175,8 +184,9 @@ def _are_zero(gradients: list[Tensor]) -> Tensor:
     Shapes: returns a tensor without dimensions.
     """
     dense = [_some(each) for each in gradients if not each.is_sparse]
-    on_cpu = torch.stack([(each == 0).all() for each in dense]) if dense else torch.tensor([False])
-    return on_cpu.all()
+    return (
+        torch.stack([(each == 0).all() for each in dense]).all() if dense else torch.tensor(False)
+    )
 
 
 def _some(tensor: Tensor) -> Tensor:
@@ -189,4 +199,4 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _share(seen: list[Tensor]) -> float:
-    return sum(bool(each) for each in seen) / max(len(seen), 1)
+    return sum(map(bool, seen)) / len(seen)

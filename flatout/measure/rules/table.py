@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from flatout.hardware.machine import CUDA_TORCH
 from flatout.measure.evidence import Evidence
@@ -62,12 +63,6 @@ COSTLY_ADVICE = (
 """What to do about a line that computes without weights, by a pattern of its text."""
 
 
-def costly(evidence: Evidence, _: float) -> Remedy:
-    """Return what to do about the costliest line that computes without weights."""
-    line = evidence.sites["line"][0].text
-    return next(text for pattern, text in COSTLY_ADVICE if re.search(pattern, line))
-
-
 LESS_MEMORY = (
     fewer_rows,
     recomputing,
@@ -113,10 +108,14 @@ ADVICE = (
 """What to do about a line that does not train, by a pattern of its text."""
 
 
-def advice(evidence: Evidence, _: float) -> Remedy:
-    """Return what to do about the costliest line that does not train."""
-    line = evidence.sites["own"][0].text
-    return next(text for pattern, text in ADVICE if re.search(pattern, line))
+def by_text(kind: str, advice: Sequence[tuple[str, str]]) -> Way:
+    """Return the remedy for the costliest line of a kind, by the first pattern in its text."""
+
+    def remedy(evidence: Evidence, _: float) -> Remedy:
+        line = evidence.sites[kind][0].text
+        return next(text for pattern, text in advice if re.search(pattern, line))
+
+    return remedy
 
 
 def tiny_share(evidence: Evidence) -> Loss:
@@ -216,7 +215,7 @@ ROWS = [
         lambda e: (place := e.site("line")) and e.share(place.seconds_per_step, COSTLY),
         "{share:.0%} of each step is the work of {site}, which uses no weights, its part of the "
         "backward pass included.",
-        costly,
+        by_text("line", COSTLY_ADVICE),
         site="line",
         unless="slow-code repeated-work tiny-kernels",
     ),
@@ -508,7 +507,7 @@ ROWS = [
         ),
         "{share:.0%} of each step goes into lines that are no work of forward, backward or "
         "optimizer, most of it into {site}.",
-        advice,
+        by_text("own", ADVICE),
         site="own",
         unless="anomaly-detection",
     ),

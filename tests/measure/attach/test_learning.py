@@ -58,7 +58,7 @@ def closure():
     return loss
 optimizer.step(closure)
 """,
-    "gradients of one's own": """
+    "gradients that the script sets": """
 learning.before_backward(is_plain=False)
 for weights, gradient in zip(net.parameters(), torch.autograd.grad(loss_of(net), net.parameters())):
     weights.grad = gradient
@@ -142,4 +142,17 @@ def test_few_steps_tell_nothing_and_the_hooks_leave_after_the_last_look():
         learning.before_backward(is_plain=True)
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()
+    assert len(hooks) == before - 1
+
+
+def test_an_optimizer_that_seldom_steps_does_not_keep_the_others_watched():
+    learning, net = Learning(), nn.Linear(2, 2)
+    often, once = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    before = len(hooks)
+    for number in range(120):
+        learning.before_backward(is_plain=True)
+        net(torch.ones(1, 2)).sum().backward()
+        (once if number == 1 else often).step()
+        assert len(learning._looks[often].without) <= 8
     assert len(hooks) == before - 1
