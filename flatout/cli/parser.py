@@ -11,6 +11,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -139,7 +140,12 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 "There is no command after --.", fix=f"Write `flatout {name} -- python train.py`."
             )
+    options = [param for param in parser.params if isinstance(param, click.Option)]
+    known = {word: option for option in options for word in option.opts}
     try:
+        for word, value in pairwise(words):
+            if word in known and not known[word].is_flag and value in known:
+                raise click.BadOptionUsage(word, f"Option {word!r} requires an argument.")
         values = parser.make_context(f"flatout {name}", list(words)).params
     except click.ClickException as error:
         raise _explained(error, name, parser) from error

@@ -24,7 +24,7 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 JsonObject: TypeAlias = dict[str, Any]
 """A mapping with string keys, read from JSON or YAML. Code that reads a key checks its value."""
 
-RESTORE = "Restore it from a copy, or use a different checkpoint or run."
+RESTORE = "Restore it from a copy."
 """The fix for a damaged file."""
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from case import Case, World
+from case import Case, World, table
 
 from flatout.data.tokenizers.make import of_bytes
 
@@ -43,6 +43,11 @@ def special_row(world: World) -> None:
 
 
 CASES = [
+    *table("""
+an option without its value before another option
+    prepare chat.jsonl --chat --out data/new
+    option '--chat' requires an argument -> Remove --chat
+"""),
     Case(
         "conversations that are read as text",
         f"prepare chat.jsonl {NEW}",

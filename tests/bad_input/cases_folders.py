@@ -250,6 +250,20 @@ a file instead of the run directory
         lambda w: replace_text(w, "runs/first/config.yaml", "optim:", "optimm:"),
     ),
     Case(
+        "a run's config.yaml with an unknown speedup",
+        "train my.yaml --run-dir runs/first train.steps=4",
+        ("config.yaml", "no speedup named 'prefetched'"),
+        ("'prefetch'",),
+        lambda w: replace_text(w, "runs/first/config.yaml", "- prefetch\n", "- prefetched\n"),
+    ),
+    Case(
+        "a run's config.yaml with a damaged key of the model",
+        "generate runs/first",
+        ("runs/first/config.yaml", "'model.d_modl'"),
+        ("'model.d_model'",),
+        lambda w: replace_text(w, "runs/first/config.yaml", "d_model:", "d_modl:"),
+    ),
+    Case(
         "a run from elsewhere that names code to import",
         "generate runs/first --max-tokens 8",
         ("runs/first/config.yaml", "'runs.first.weights:Model'", "runs/first/weights.py"),

@@ -16,8 +16,8 @@ FRAMES = 9
 ROOMS = {
     "measure": 84_810,
     "data": 57_640,
-    "training": 54_425,
-    "cli": 24_035,
+    "training": 54_620,
+    "cli": 24_200,
     "models": 22_385,
     "assembly": 16_455,
     "config": 10_190,

@@ -45,8 +45,9 @@ def push(
 
     It is checked first, and each file again when it has arrived. The manifest comes last, so what
     is there is complete or does not count. Its name gets the digest of its manifest: nothing there
-    is ever replaced. An interrupted call is continued by the same command. To the Hugging Face hub,
-    use `hf upload ORG/NAME DIR`.
+    is ever replaced. An interrupted call is continued by the same command, which compares the
+    files there by their size (`flatout pull` checks their content). To the Hugging Face hub, use
+    `hf upload ORG/NAME DIR`.
 
     Raises: DataError, CheckpointError when the directory is not complete, or the server fails.
     """

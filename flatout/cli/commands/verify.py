@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,6 +28,7 @@ from flatout.storage.whole import damage_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS
+from flatout.training.run_dir.runlog import RunLog, missing_metrics
 
 MOST_PROBLEMS = 20
 """Problems that are shown. The result lists all."""
@@ -222,12 +224,17 @@ def _verify_checkpoints(run: Path | None, folder: Path, progress: Progress) -> V
 
 
 def _run_problems(run: Path, valid: Sequence[str]) -> list[str]:
-    """Return what is wrong with the configuration and the tokenizer of a run."""
+    """Return what is wrong with the files of a run beside its checkpoints."""
     problems = []
     try:
         layout.read_config(run)
     except FlatoutError as error:
         problems.append(error.what)
+    log = RunLog(run)
+    deque(log.lines(), maxlen=0)
+    info = catalog.read_info(Path(valid[-1])) if valid and log.events else None
+    lost = missing_metrics(run, info) if info else None
+    problems += [*log.notes, *([lost] if lost else [])]
     known, kept = valid and catalog.tokenizer_of(Path(valid[-1])), run / TOKENIZER
     if known and kept.exists() and stored_digest(kept) != known:
         problems.append(

@@ -27,6 +27,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from flatout.assembly import preflight
 from flatout.config import trust
 from flatout.config.documents import dump_yaml, read_document
 from flatout.config.schema import RunConfig, flat, validate
@@ -91,11 +92,17 @@ def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | Non
     """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
     None when the directory contains no run. flatout/config/trust.py decides what is trusted.
-    Raises: UntrustedCode.
+    Raises: UntrustedCode; ConfigError when a name or a key of the model is wrong.
     """
     config = read_config(folder)
     if config is not None:
         trust.require_trusted(folder, config.references(), trust_code=trust_code)
+        from flatout.models.language_model import model_of  # imports torch
+
+        try:
+            model_of(config)
+        except ConfigError as error:
+            raise ConfigError(f"{folder / CONFIG}: {error.what}", fix=error.fix) from error
     return config
 
 
@@ -204,11 +211,12 @@ def _read_section(folder: Path, name: str) -> RunConfig | None:
                 for key in [*keys] if section != "model" and isinstance(keys, dict) else ():
                     if keys[key] is None and f"{section}.{key}" not in known:
                         del keys[key]
-        return validate(settings, file=folder / CONFIG)
+        config = validate(settings)
+        preflight.check_names(config)
+        return config
     except ConfigError as error:
-        if writer == own:
-            raise
-        raise ConfigError(
-            f"{error.what} flatout {writer} wrote it, and this is {own}.",
-            fix=f"Use the version that wrote it. {error.fix}",
-        ) from error
+        what, fix = f"{folder / CONFIG}: {error.what}", error.fix
+        if writer != own:
+            what += f" flatout {writer} wrote it, and this is {own}."
+            fix = f"Use the version that wrote it. {fix}"
+        raise ConfigError(what, fix=fix) from error

@@ -149,7 +149,8 @@ def find_checkpoint(
                 return best
             if not (problems := catalog.verify(path, deep="weights", progress=progress)):
                 return path if is_last else _instead_of_best(path, checkpoint, progress)
-            progress.say(f"Checkpoint {path.name} cannot be used: {problems[0]}")
+            if is_last or catalog.best_step_of(path) != step:  # else `best` has reported it
+                progress.say(f"Checkpoint {path.name} cannot be used: {problems[0]}")
         catalog.latest(run_folder, deep="weights")  # its error names the first problem
     assert checkpoint is not None
     if not checkpoint.isdecimal():

@@ -26,7 +26,7 @@ from flatout.storage.streams import shortened
 from flatout.storage.whole import MANIFEST, Listing, damage_of, entry_of, name_of, pull, push
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import CONFIG
-from flatout.training.upload.remote import RemoteCopy, require_elsewhere
+from flatout.training.upload.remote import RemoteCopy, require_elsewhere, step_at
 from flatout.training.upload.restore import fetch_run
 from flatout.training.upload.uploader import Uploader
 
@@ -84,6 +84,8 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
             return
         if CONFIG not in there:
             raise _nothing_at(url, there)
+        if catalog.has_saved(folder) and _is_here(store, folder, progress):
+            return
         if catalog.has_saved(folder) or (folder.exists() and not (folder / CONFIG).exists()):
             raise _in_use(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +99,18 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
         if not damage_of(folder, files, progress=progress):
             return
     pull(url, folder.absolute(), manifest, files, fix=AGAIN, progress=progress)
+
+
+def _is_here(store: RemoteCopy, folder: Path, progress: Progress) -> bool:
+    """Return whether a directory has the run of a store with its newest checkpoint, undamaged."""
+    newest = next(filter(store.manifest, store.names()), None)
+    here = catalog.checkpoint_path(folder, step_at(newest)) if newest else folder
+    return (
+        newest is not None
+        and (here / MANIFEST).is_file()
+        and (here / MANIFEST).read_bytes() == store.manifest(newest)
+        and not damage_of(here, catalog.read_manifest(here).files, progress=progress)
+    )
 
 
 def _checked(url: str) -> str:

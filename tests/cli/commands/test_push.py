@@ -20,6 +20,8 @@ def test_a_run_and_what_comes_from_it_move_too(fox_run, tmp_path, kind):
     else:
         assert contents(copy) == contents(folder)
     assert flatout.verify(copy).ok
+    flatout.pull(flatout.push(folder, there).path, copy)  # everything is there
+    assert flatout.verify(copy).ok
 
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint"])

@@ -100,6 +100,17 @@ def test_a_damaged_configuration_or_tokenizer_is_a_problem_of_the_run(run):
     assert result.newest_valid == str(run / "checkpoints/step-3")
 
 
+def test_damaged_and_lost_lines_of_a_run_are_problems(run):
+    metrics = run / "metrics.jsonl"
+    recorded = metrics.read_bytes()
+    metrics.write_bytes(b"{torn\n" + recorded[: len(recorded) // 2])
+    found = "\n".join(verify(run).problems)
+    assert "metrics.jsonl has 1 damaged line (the first is line 1)" in found
+    assert "metrics.jsonl has lost" in found
+    (run / "events.jsonl").unlink()
+    assert any("events.jsonl is missing" in problem for problem in verify(run).problems)
+
+
 @pytest.mark.parametrize(
     ("more", "word"),
     [
