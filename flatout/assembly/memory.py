@@ -406,11 +406,21 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
             traced(lambda _: model.embed(tokens_BT), None),
             [part_of[kind] for kind in kinds_of],
             traced(loss),
-            _optimizer_step(
-                replace(workload, parallel=ParallelConfig(), gathers=None, activations=None),
-                workload.parallel.tensor,
-            ),
+            _optimizer_step(replace(workload, **_WITHOUT_ROWS), workload.parallel.tensor),
         )
+
+
+_WITHOUT_ROWS: dict[str, Any] = {
+    "seq_len": 1,
+    "ops": Ops.plain(),
+    "autocast": None,
+    "document_mask": False,
+    "gradients_stay": False,
+    "parallel": ParallelConfig(),
+    "gathers": None,
+    "activations": None,
+}
+"""What the optimizer's step does not depend on: it is traced once for all meshes and rows."""
 
 
 def _kind_of(block: nn.Module) -> tuple[object, ...]:

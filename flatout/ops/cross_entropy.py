@@ -179,6 +179,7 @@ Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states
 """
 
 
+@cache
 def in_chunks(at_once: int, most: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return `chunked` with at most `at_once` logits, for `most` chunks of the targets alone.
 
@@ -188,6 +189,7 @@ def in_chunks(at_once: int, most: int) -> Callable[..., tuple[Tensor, Tensor]]:
     return _variant(partial(_with_chunks, loop=loop))
 
 
+@cache
 def of_few_rows(most: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return `bf16` that handles `most` of its rows alone, which need as much memory as all."""
     return _variant(partial(_in_bf16, most=most))

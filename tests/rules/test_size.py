@@ -19,7 +19,7 @@ ROOMS = {
     "training": 54_620,
     "cli": 24_200,
     "models": 22_385,
-    "assembly": 16_455,
+    "assembly": 16_490,
     "config": 10_190,
     "ops": 13_985,
     "inference": 8_350,
