@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.anomaly_mode import detect_anomaly, set_detect_anomaly
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -103,7 +103,8 @@ class Sites:
             site = Site(kind="loss", name="the loss", file=file, line=line, column=column,
                         end_line=end_line, end_column=end_column)  # fmt: skip
             self._calls[key] = _Calls(site, code)
-            _look_around(frame, self._calls[key])
+            floats = _look_around(frame, self._calls[key])
+            self._calls[key].site = site.model_copy(update={"floats": floats})
 
     def _watch(self, owner: Any, name: str, kind: str) -> None:
         """Replace a function by one that records its calls, if they do what an edit takes away."""
@@ -191,8 +192,8 @@ def _parameters(receiver: Any, name: str) -> tuple[str, ...]:
     return tuple(one.name for one in named)
 
 
-def _look_around(frame: FrameType, calls: _Calls) -> None:
-    """Note the names of torch and of all modules that a frame can see."""
+def _look_around(frame: FrameType, calls: _Calls) -> tuple[str, ...]:
+    """Note the names of torch and of all modules that a frame can see, and return its `floats`."""
     own = frame.f_locals
     seen = frame.f_globals | dict(own)
     is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict)
@@ -209,6 +210,11 @@ def _look_around(frame: FrameType, calls: _Calls) -> None:
         # the type, since a proxy may not want to be asked what it is an instance of
         if issubclass(type(value), nn.Module):
             calls.visible.add((name, weakref.ref(value)))
+    return tuple(
+        name
+        for name, value in seen.items()
+        if type(value) is Tensor and value.dtype == torch.float32 and value.dim()
+    )
 
 
 def _name_of(model: nn.Module | None, calls: _Calls) -> str | None:

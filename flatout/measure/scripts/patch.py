@@ -246,23 +246,29 @@ class _Source:
                 break
         else:
             return "one statement calls the model and goes backward"
-        read = {ast.unparse(node) for node in ast.walk(block[last]) if _is_name(node, ast.Load)}
-        while last > first + 1 and not read & {
-            ast.unparse(node) for node in ast.walk(block[last - 1]) if _is_name(node, ast.Store)
-        }:
+        read = _names(block[last], ast.Load)
+        while last > first + 1 and not read & _names(block[last - 1], ast.Store):
             last -= 1
         inside = edit.around.replace("{torch}", site.names["torch"])
+        newline = b"\r\n" if b"\r\n" in self.data else b"\n"
+        begin, end = block[first].lineno, block[last - 1].end_lineno or 0
+        before = self.data[self._at(begin, 0) : spans[first][0]]
+        inner: set[str] = set().union(*(_names(one, ast.Store) for one in block[first:last]))
+        made: Made = {}
+        for statement in block[last:]:  # which reads fp32 so far
+            for name in sorted(inner & {*site.floats} & _names(statement, ast.Load)):
+                at = self._starts[end]
+                made[at, at, name] = before + f"{name} = {name}.float()".encode() + newline
+                inner.discard(name)
+            inner -= _names(statement, ast.Store)
         if last == first + 1 and isinstance(with_ := block[first], ast.With):
             item = with_.items[-1]
             at = self._span(item.optional_vars or item.context_expr)[1]
             if self.data[at : self._at(with_.body[0].lineno, 0)].split(b"#")[0].strip() == b":":
-                return {(at, at, inside): f", {inside}".encode()}
-        begin, end = block[first].lineno, block[last - 1].end_lineno or 0
-        before = self.data[self._at(begin, 0) : spans[first][0]]
+                return {(at, at, inside): f", {inside}".encode(), **made}
         after = self.data[spans[last - 1][1] : self._starts[end]].strip()
         if before.strip() or after[:1] not in (b"", b"#"):
             return "its statements share their lines with others"
-        newline = b"\r\n" if b"\r\n" in self.data else b"\n"
         unit = b"\t" if b"\n\t" in self.data else b"    "
         head = f"with {inside}:".encode()
         in_texts = {
@@ -272,7 +278,6 @@ class _Source:
             if isinstance(node, ast.JoinedStr | ast.Constant)
             for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)
         }
-        made: Made = {}
         for line in range(begin, end + 1):
             at = self._at(line, 0)
             if line == begin:
@@ -362,6 +367,10 @@ def _blocks_of(tree: ast.AST) -> Iterator[list[ast.stmt]]:
                 yield value
 
 
-def _is_name(node: ast.AST, use: type[ast.expr_context]) -> bool:
-    """Return whether a node is a name or an attribute that is read, or written."""
-    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, use)
+def _names(tree: ast.AST, use: type[ast.expr_context]) -> set[str]:
+    """Return the names and attributes that are read, or written."""
+    return {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, use)
+    }

@@ -459,3 +459,46 @@ def test_losses_are_wrapped_in_the_function_that_calls_the_model_and_goes_backwa
     answer, *_ = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
     assert answer.evidence is not None
     assert not patch_of({"bf16": edit_of("bf16", "cpu")}, (), tmp_path).diff
+
+
+READ_LATER = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def train(steps=2000):
+    model, total = nn.Linear(8, 4), torch.zeros(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x, y = torch.randn(16, 8), torch.randint(4, (16,))
+        scores = model(x)
+        classes = scores.argmax(1)
+        best = scores.max(1).values
+        loss = F.cross_entropy(scores, y) + best.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen = scores.detach().numpy(), classes.numpy(), loss.item()
+        best = torch.zeros(2)
+        total = total.lerp(scores.detach()[0], 0.1), best
+        total = total[0]
+    return seen
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+def test_results_that_are_read_after_the_block_are_fp32_as_before(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(READ_LATER)
+    answer, *_ = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
+    patch = patch_of({"bf16": edit_of("bf16", "cpu")}, answer.sites, tmp_path)
+    apply(patch, tmp_path)
+    text = script.read_text()
+    assert "+ best.mean()\n        scores = scores.float()\n        loss.backward()" in text
+    assert text.count(".float()") == 1
+    space = {"__name__": "train"}
+    exec(text, space)
+    scores, classes, _ = space["train"](3)
+    assert (str(scores.dtype), str(classes.dtype)) == ("float32", "int64")
