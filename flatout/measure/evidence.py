@@ -206,7 +206,8 @@ class Evidence(Stored):
     that call the most operations), own (lines outside of torch's training work), softmax (an
     attention without SDPA), float64, anomaly, threads, padding,
     step (which calls the optimizer), line (work without weights, its backward pass included),
-    repeated, unread and zero (work that is repeated or has no effect), rows (a batch size of 1),
+    repeated, unread and zero (work that is repeated or has no effect), again and discarded (passes
+    through the same graph, and those whose gradients nothing uses), rows (a batch size of 1),
     broadcast (a column and a row that make a square)."""
     kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""

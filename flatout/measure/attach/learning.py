@@ -98,7 +98,7 @@ class Learning:
                 gradients = _gradients(one.weights)
                 one.is_cleared = not gradients
                 if gradients:
-                    one.zeros.append(_are_zero(gradients))
+                    one.zeros.append(are_zero(gradients))
 
     def found(self) -> dict[str, Any]:
         """Return what was seen of the worst optimizer, by the names in `Evidence`."""
@@ -141,7 +141,7 @@ class Learning:
         if one.is_done or one.steps <= EARLY_STEPS:
             return
         gradients = _gradients(one.weights)
-        one.without.append(_are_zero(gradients) if gradients else torch.tensor(True))
+        one.without.append(are_zero(gradients) if gradients else torch.tensor(True))
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         one.highest_lr = max([*rates, one.highest_lr or 0.0]) if rates else None
         now = [weights.grad for weights in one.weights]
@@ -150,14 +150,14 @@ class Learning:
         )
         is_kept = gradients and are_same and not one.is_cleared
         one.uncleared.append(~torch.stack(one.zeros).any() if is_kept else torch.tensor(False))
-        one.before = [_some(weights) for weights in one.weights]
+        one.before = [some_of(weights) for weights in one.weights]
         one.reached = one.reached or [
             torch.zeros_like(each, dtype=torch.bool) for each in one.before
         ]
         one.moved = one.moved or [torch.zeros_like(each, dtype=torch.bool) for each in one.before]
         for reached, weights in zip(one.reached, one.weights, strict=True):
             if weights.grad is not None and not weights.grad.is_sparse:
-                reached |= _some(weights.grad) != 0
+                reached |= some_of(weights.grad) != 0
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         one = self._looks.get(optimizer)
@@ -167,7 +167,7 @@ class Learning:
             one.looks += 1
             each = zip(one.moved, one.reached, one.weights, one.before, strict=True)
             for moved, reached, weights, before in each:
-                moved |= reached & (_some(weights) != before)
+                moved |= reached & (some_of(weights) != before)
             one.before = []
         one.had = [weights.grad for weights in one.weights]
         one.backwards, one.is_cleared, one.zeros = 0, False, []
@@ -178,18 +178,18 @@ def _gradients(weights: list[Tensor]) -> list[Tensor]:
     return [each.grad for each in weights if each.grad is not None]
 
 
-def _are_zero(gradients: list[Tensor]) -> Tensor:
+def are_zero(gradients: list[Tensor]) -> Tensor:
     """Return whether all values are zero that are looked at.
 
     Shapes: returns a tensor without dimensions.
     """
-    dense = [_some(each) for each in gradients if not each.is_sparse]
+    dense = [some_of(each) for each in gradients if not each.is_sparse]
     return (
         torch.stack([(each == 0).all() for each in dense]).all() if dense else torch.tensor(False)
     )
 
 
-def _some(tensor: Tensor) -> Tensor:
+def some_of(tensor: Tensor) -> Tensor:
     """Return a copy of some values, of a divided tensor those of this process.
 
     Shapes: returns (at most SOME,).

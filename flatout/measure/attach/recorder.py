@@ -77,9 +77,10 @@ class CallRecorder(TorchFunctionMode):
                 reached.add(node)
                 nodes += [each for each, _ in node.next_functions]
         self.trains |= {line for node, line in self._open if node in reached}
+        line = user_frame(sys._getframe(1))
         if self.work is not None:
-            self.work.note_backward(reached)
-        if (line := user_frame(sys._getframe(1))) is not None:  # the pass also starts there
+            self.work.note_backward(reached, line)
+        if line is not None:  # the pass also starts there
             self.trains.add(line)
         self._open = [each for each in self._open if each[0] not in reached]
 

@@ -1,8 +1,9 @@
 """Accounts for the work of some steps by lines of user code, without a rule for any of them.
 
 What a line takes that does not use weights, with its part of the backward pass; what it computes
-again from the same values; and what has no effect: results that nobody reads, and gradients that
-are zero. Only on a CPU, whose calls return when they are done.
+again from the same values; what goes backward again through the same graph; and what has no effect:
+results that nobody reads, gradients that are zero, and those that are cleared before an optimizer
+uses them. Only on a CPU, whose calls return when they are done.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.learning import are_zero, some_of
 from flatout.measure.attach.lines import Line, LineTotals
 from flatout.measure.evidence import CallSite
 
@@ -31,13 +35,29 @@ INHERENT = re.compile(
     r"linear|matmul|mm|einsum|conv|pool|norm|attention|cross_entropy|nll_loss|embedding|lstm|gru"
 )
 """Functions that are the model's own work, with weights or without."""
-MOST_NODES = 64
+MOST_NODES = 512
 """Most nodes of the graph that a call makes: what it was given may be in an object or a closure."""
 SOME = 64
 """Values of a gradient that are looked at first."""
 
+HALF = 0.5
+"""Part of a backward pass that computes gradients of weights, and not of their inputs."""
+
 Token = Any
 """What is equal where two arguments certainly have the same values."""
+
+
+@dataclass
+class _Pass:
+    """A backward pass."""
+
+    line: Line | None
+    """Where it starts."""
+    seconds: float = 0.0
+    weights: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+    """Those that it gives gradients which nothing has used yet, their versions and some values."""
+    size: int = 0
+    """Numbers of all weights that it gives gradients."""
 
 
 class Work:
@@ -45,7 +65,8 @@ class Work:
 
     def __init__(self) -> None:
         self.found = LineTotals()
-        """Lines of `line`, `model`, `repeated`, `unread` and `zero`, as in `Evidence.sites`."""
+        """Lines of `line`, `model`, `repeated`, `again`, `discarded`, `unread` and `zero`, as in
+        `Evidence.sites`."""
         self._numbers, self._count = WeakIdKeyDictionary(), count()
         """A number for each tensor that a call was given."""
         self._results = WeakIdKeyDictionary()
@@ -58,6 +79,7 @@ class Work:
         self._steps = 0
         self._made: dict[Any, tuple[Line, float, int]] = {}
         """Nodes that no backward pass has gone through: line, seconds and step of their calls."""
+        self._passes, self._hooks = [_Pass(None)], list[Any]()
         self._read: list[Any] = []
         """Nodes whose results something reads that has no gradient, such as `.item()`."""
         self._reached: set[Line] = set()
@@ -98,10 +120,39 @@ class Work:
             self._made[node] = (line, seconds / len(new), self._steps)
             self._time(node, kind, line, seconds / len(new))
 
-    def note_backward(self, reached: set[Any]) -> None:
-        """Note the nodes that a backward pass goes through."""
+    def note_backward(self, reached: set[Any], line: Line | None) -> None:
+        """Note the nodes that a backward pass goes through, which starts at a line."""
         for node in reached & self._made.keys():
             self._reached.add(self._made.pop(node)[0])
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._passes = [one for one in self._passes if self._is_pending(one)]
+        self._passes.append(_Pass(line))
+        for node in reached:
+            if (weights := getattr(node, "variable", None)) is not None:
+                self._hooks.append(node.register_prehook(partial(self._note_given, weights)))
+
+    @guarded
+    def _note_given(self, weights: Tensor, _: object) -> None:
+        """Note that the pass gives weights their gradient: it may only go elsewhere."""
+        now = self._passes[-1]
+        now.weights.append((weights, weights._version, some_of(weights)))
+        now.size += weights.numel()
+
+    def _is_pending(self, one: _Pass) -> bool:
+        """Note which gradients of a pass were cleared unused. Return whether some are left."""
+        left = []
+        for weights, version, values in one.weights:
+            is_used = weights._version != version or bool((some_of(weights) != values).any())
+            if is_used or one.line is None:
+                continue
+            if weights.grad is None or are_zero([weights.grad]):
+                share = HALF * weights.numel() / one.size
+                self.found.add("discarded", one.line, share * one.seconds)
+            else:
+                left.append((weights, version, values))
+        one.weights = left
+        return bool(left)
 
     def end_step(self) -> None:
         """End a step: what it made must be read in the next one at the latest."""
@@ -139,6 +190,8 @@ class Work:
             if line not in self._not_zero:
                 self.found.add("zero", line, seconds)
         self._made.clear()
+        self.note_backward(set(), None)
+        del self._passes[:-1]
 
     def _note_repeated(
         self, func: Any, given: Sequence[Any], results: list[Tensor], line: Line, seconds: float
@@ -177,8 +230,8 @@ class Work:
         return (self._numbers[root], root._version, place)
 
     def _time(self, node: Any, kind: str, line: Line, forward_s: float) -> None:
-        """Time a node's part of the backward pass, and see whether its gradients are zero."""
-        start_s = 0.0
+        """Time a node's part of backward passes, and see whether its gradients are zero."""
+        start_s, first = 0.0, list[Line | None]()
 
         def before(gradients: Sequence[Tensor | None]) -> None:
             nonlocal start_s
@@ -186,8 +239,13 @@ class Work:
             start_s = time.perf_counter()
 
         def after(*_: object) -> None:
-            seconds = time.perf_counter() - start_s
+            seconds, now = time.perf_counter() - start_s, self._passes[-1]
+            now.seconds += seconds
             self.found.seconds[kind][line] += seconds
+            if first and first[0]:
+                self.found.add("again", first[0], seconds)
+            # derivatives of derivatives need the graph once more
+            first.append(None if torch.is_grad_enabled() else now.line)
             if line in self._zero:
                 self._zero[line] += seconds
 

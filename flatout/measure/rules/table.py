@@ -244,6 +244,17 @@ ROWS = [
         "parametrizations.spectral_norm does. Otherwise compute it every few steps.",
     ),
     row(
+        "discarded-gradients",
+        "Gradients are computed, and cleared before an optimizer uses them.",
+        lambda e: (place := e.site("discarded")) and e.share(place.seconds_per_step, 0.1),
+        "{share:.0%} of each step computes gradients, in the backward pass at {site}, that are "
+        "cleared before an optimizer uses them.",
+        "Call detach() on what that loss should not train, or name the weights that it trains: "
+        "loss.backward(inputs=[*model.parameters()]).",
+        site="discarded",
+        unless="cleared-gradients repeated-backward unlearned-weights wasted-gradients",
+    ),
+    row(
         "disk-space",
         "The disk is too small for the checkpoints of the run.",
         lambda e: (e.disk_needed_gib or 0.0) > (e.disk_free_gib or math.inf) and "fails",
@@ -480,6 +491,16 @@ ROWS = [
         shows="recompile_reason",
     ),
     row(
+        "repeated-backward",
+        "Backward passes of one step go through the same graph again.",
+        lambda e: (place := e.site("again")) and e.share(place.seconds_per_step, 0.1),
+        "{share:.0%} of each step goes backward again through the graph that the pass at {site} "
+        "keeps.",
+        "Call detach() on what should not be differentiated again: a state that is carried over, "
+        "or what another model made. Or add the losses up, and go backward once.",
+        site="again",
+    ),
+    row(
         "repeated-work",
         "A line computes the same from the same values in every step.",
         lambda e: e.share(
@@ -583,7 +604,7 @@ ROWS = [
         *LESS_OVERHEAD,
         site="op compute python",
         shows="ops tiny_op_s",
-        unless="slow-data slow-code slow-optimizer few-rows",
+        unless="slow-data slow-code slow-optimizer few-rows repeated-backward",
     ),
     row(
         "too-little-memory",
@@ -620,8 +641,7 @@ ROWS = [
         "Weights of the model have gradients, and no optimizer updates them.",
         lambda e: e.unlearned and "spoils",
         "No optimizer updates {e.unlearned}, which have gradients: they never learn.",
-        "Give the optimizer all weights, model.parameters(), or call requires_grad_(False) on "
-        "those that must stay as they are.",
+        "Give the optimizer all weights: model.parameters().",
         site="optimizer",
     ),
     row(
@@ -651,8 +671,8 @@ ROWS = [
         "Gradients are computed for weights that no optimizer updates.",
         lambda e: e.share(2 / 3 * (e.wasted_gradients or 0.0) * e.work_s, 0.1),
         "{e.wasted_gradients:.0%} of the gradients belong to weights that no optimizer updates.",
-        "Call a model that is not trained in torch.no_grad(), and set requires_grad_(False) on "
-        "weights that stay.",
+        "Give them to the optimizer if they should learn. Otherwise call what is not trained in "
+        "torch.no_grad().",
         site="backward",
         unless="unlearned-weights",
     ),

@@ -146,6 +146,81 @@ step(loss)
     assert "zero" not in found(loop.replace("0.0 * decoded", "0.1 * decoded"))
 
 
+AGAIN = {
+    "a kept graph": """
+y = net(images)
+recorder.note_backward([y])
+y.square().mean().backward(retain_graph=True)
+step(head(y).mean())
+""",
+}
+ONCE = {
+    "detached": """
+y = net(images)
+recorder.note_backward([y])
+y.square().mean().backward()
+step(head(y.detach()).mean())
+""",
+    "a penalty of gradients": """
+x = images.clone().requires_grad_()
+y = net(x).mean()
+recorder.note_backward([y])
+(slope,) = torch.autograd.grad(y, x, create_graph=True)
+step(slope.square().mean() + y)
+""",
+}
+
+
+def test_a_second_pass_through_a_graph_is_found_at_the_line_of_the_first(found):
+    assert found(AGAIN["a kept graph"])["again"] == {"recorder.note_backward([y])"}
+
+
+@pytest.mark.parametrize("loop", ONCE.values(), ids=ONCE)
+def test_a_graph_that_is_used_once_or_for_second_derivatives_is_not(found, loop):
+    assert "again" not in found(loop)
+
+
+USED = {
+    "accumulated": """
+recorder.note_backward([net.weight])
+net(images).square().mean().backward()
+step(net(images).square().mean())
+""",
+    "by hand": """
+step(net(images).square().mean())
+recorder.note_backward([head.weight])
+head(images).square().mean().backward()
+head.weight.data.sub_(head.weight.grad)
+head.bias.data.sub_(head.bias.grad)
+head.zero_grad()
+""",
+    "elsewhere": """
+loss = head(net(images)).square().mean()
+recorder.note_backward([loss])
+torch.autograd.grad(loss, net.weight)
+step(net(images).square().mean())
+""",
+}
+
+
+def test_gradients_that_are_cleared_before_they_are_used_are_found(found):
+    loop = """
+loss = head(net(images)).square().mean()
+recorder.note_backward([loss])
+loss.backward()
+optimizer.zero_grad()
+step(net(images).square().mean())
+"""
+    assert found(loop)["discarded"] == {"recorder.note_backward([loss])"}
+    assert "discarded" in found(loop.replace("grad()\n", "grad(set_to_none=False)\n", 1))
+    assert "discarded" not in found(loop.replace("optimizer.zero_grad()", "optimizer.step()"))
+
+
+@pytest.mark.parametrize("loop", USED.values(), ids=USED)
+def test_gradients_that_something_uses_are_not_discarded(found, loop):
+    assert "discarded" not in found(loop)
+
+
 def test_a_line_has_its_part_of_the_backward_pass():
     work = Work()
     recorder = CallRecorder(lambda: "other", work)
@@ -166,3 +241,16 @@ def test_a_line_with_weights_is_the_models_whatever_else_it_does(found):
     assert not any("net(" in text for text in sites["line"])
     sites = found("x = images * 2\nstep(net(x).mean())\n")
     assert "x = images * 2" in sites["line"]
+
+
+def test_nothing_is_noted_after_the_last_step():
+    work = Work()
+    recorder = CallRecorder(lambda: "other", work)
+    net = nn.Linear(4, 4)
+    with recorder:
+        loss = net(torch.randn(2, 4)).mean()
+        recorder.note_backward([loss])
+        loss.backward()
+    before = str(vars(work))
+    net(torch.randn(2, 4)).mean().backward()
+    assert str(vars(work)) == before

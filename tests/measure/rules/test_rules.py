@@ -92,10 +92,12 @@ cpu:
   cpu-by-mistake: {machine: GPU}
   cpu-threads: {threads: 1}
   decomposition: {kernels: [{kind: decomposition, seconds: 0.02}]}
+  discarded-gradients: {site: discarded}
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
   costly-line: {site: line}
+  repeated-backward: {site: again}
   repeated-work: {site: repeated}
   work-without-effect: {site: unread}
   cleared-gradients: {without_gradients: 1.0, site: step}
