@@ -208,7 +208,7 @@ class Evidence(Stored):
     step (which calls the optimizer), line (work without weights, its backward pass included),
     repeated, unread and zero (work that is repeated or has no effect), again and discarded (passes
     through the same graph, and those whose gradients nothing uses), rows (a batch size of 1),
-    broadcast (a column and a row that make a square)."""
+    broadcast (a column and a row that make a square), not-finite (the first result that is not)."""
     kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""
 

@@ -530,6 +530,8 @@ class Follower:
                 (lines[name],) = made
         if self._above:
             lines["step"] = self._above[0]
+        if (origin := self._graphs.origin.line) is not None:
+            lines["not-finite"] = origin
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
         sites |= self._lines.sites(steps)
         matters = self.model is not None and mode_matters(self.model)

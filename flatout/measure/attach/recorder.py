@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
+from flatout.measure.attach.origin import LINE, Origin
 from flatout.measure.attach.work import Work
 
 KEY = "flatout"
@@ -79,7 +80,8 @@ class CallRecorder(TorchFunctionMode):
         self.trains |= {line for node, line in self._open if node in reached}
         line = user_frame(sys._getframe(1))
         if self.work is not None:
-            self.work.note_backward(reached, line)
+            with torch._C.DisableTorchFunction():
+                self.work.note_backward(reached, line)
         if line is not None:  # the pass also starts there
             self.trains.add(line)
         self._open = [each for each in self._open if each[0] not in reached]
@@ -114,6 +116,7 @@ class CallRecorder(TorchFunctionMode):
         if result.grad_fn is None:
             return
         self._open.append((result.grad_fn, line))
+        _metadata(result.grad_fn)[LINE] = line
         two = [one for one in args if isinstance(one, Tensor)]
         # targets have no gradient, as the other side of pairs of predictions has
         if len(two) == 2 and phase != "forward" and two[0].requires_grad != two[1].requires_grad:
@@ -191,6 +194,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._marks: deque[weakref.ref[_Mark]] = deque(maxlen=KEPT_STEPS)
+        self.origin = Origin()
 
     def mark(self, loss: Tensor) -> None:
         """Mark the graph of a step by its loss, and a node below it."""
@@ -199,6 +203,8 @@ class Graphs:
             *_, deep = itertools.islice(_chain(loss.grad_fn), MARK_DEPTH)
             _metadata(loss.grad_fn)[KEY] = _metadata(deep)[KEY] = mark
             self._marks.append(weakref.ref(mark))
+            with torch._C.DisableTorchFunction():  # no call of the script
+                self.origin.look(loss)
 
     def kept(self) -> float | None:
         """Return the share of the last steps, without two, whose graphs are in memory."""

@@ -26,10 +26,11 @@ def failure(evidence: Evidence) -> Found | None:
     return "fails", says, (ended.fix and "{e.failure.fix}", "Look at the output of the run.")
 
 
-@rule()
+@rule(site="not-finite")
 def unstable_training(evidence: Evidence) -> Found | None:
     """The loss diverges, or rises and stays up, or float16 keeps overflowing."""
     losses, level, rise = evidence.losses or (), Level(MARGIN), None
+    first = evidence.site("not-finite")
     lost = next((step for step, loss in losses if not math.isfinite(loss)), None)
     # a loss of both signs is a difference, as of rewards, whose level means nothing
     if lost is None and all(loss > 0 for _, loss in losses):
@@ -43,7 +44,11 @@ def unstable_training(evidence: Evidence) -> Found | None:
     overflows = (evidence.skipped_steps or 0) > MOST_SKIPPED * (evidence.steps or math.inf)
     found = (
         (evidence.failed("diverged") and "fails", "{e.failure.message}"),
-        (lost is not None and "fails", f"The loss is not a number from step {lost}."),
+        (
+            lost is not None and "fails",
+            f"The loss is not a number from step {lost}"
+            + (": the first result that is not finite is that of {site}." if first else "."),
+        ),
         (text and "spoils", text),
         (
             overflows and "spoils",
@@ -56,6 +61,12 @@ def unstable_training(evidence: Evidence) -> Found | None:
 def calmer(evidence: Evidence, _: float) -> Remedy:
     """Return the settings with which training is more stable."""
     config, losses = evidence.config, evidence.losses or ()
+    if evidence.site("not-finite"):
+        return (
+            "Keep its arguments in range: clamp them, add a small number to what is divided by or "
+            "under a root or a logarithm, and use logsumexp, log_softmax or cross_entropy for "
+            "logarithms of sums of exponentials."
+        )
     if losses and losses[0][0] <= 1 and not math.isfinite(losses[0][1]):
         return "Look for what is not a number in the data or the model: no update had been made."
     if config is None:

@@ -279,6 +279,12 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ),
         ("cpu", {"losses": ((1, math.nan),)}, "unstable f from step 1.", "no update had been made"),
         ("cpu", {"losses": ((1, 4.0), (2, math.nan))}, "unstable f from step 2.", "optim.lr="),
+        (
+            "cpu",
+            {"losses": ((9, math.nan),), "site": "not-finite"},
+            "unstable f from step 9: the first result that is not finite is that of mine.py:7",
+            "logsumexp",
+        ),
         ("cpu", {"logging_s": 0.02, "settings": {"log.every": 10}}, "slow-logging s", "(log.to)"),
         ("cpu", {"logging_s": 0.02, "config": None}, "slow-logging s 20%", "every few steps"),
     ],

@@ -1,0 +1,109 @@
+"""Finds the line whose result is the first that is not finite when a loss stops being a number.
+
+At that step, nothing but the graph of the loss is there: the values that its nodes have saved tell
+the operation. Graphs of steps have one form, so the same place in the graph of a step whose calls
+are recorded tells the line, whether that comes earlier or later. Only on a CPU, where looking at
+values does not wait.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.measure.attach.lines import Line
+
+LINE = "flatout.line"
+"""Key of the line that made a node, in the node's metadata."""
+MOST_NODES = 20_000
+"""Nodes of a graph that are looked at."""
+ARGUMENTS = {"self": 0, "input": 0, "other": 1, "mat2": 1, "weight": 1}
+"""Which argument of an operation a value is that its node has saved. Others are results."""
+
+MAKERS = re.compile(r"Div|Exp|Log|Pow|Reciprocal|Rsqrt|Sqrt")
+"""Names of nodes whose results may be not finite although their arguments are. Others are taken to
+pass values on."""
+
+
+class Origin:
+    """Where the first values are made that are not finite."""
+
+    def __init__(self) -> None:
+        self._usual: set[Any] | None = None
+        """What is not finite in a healthy step, such as masks."""
+        self._bad: tuple[int, str] | None = None
+        """The place of the node that made the first value, and its name."""
+        self._recorded: list[tuple[str, Line | None]] = []
+        """Names of nodes and their lines, of a step whose calls were recorded."""
+
+    @property
+    def line(self) -> Line | None:
+        """The line, if it is known."""
+        place, name = self._bad or (0, "")
+        known = self._recorded[place : place + 1]
+        return known[0][1] if known and known[0][0] == name else None
+
+    def look(self, loss: Tensor) -> None:
+        """Look at the graph of a loss, before its backward pass."""
+        root: Any = loss.grad_fn
+        if loss.device.type != "cpu":
+            return
+        is_bad = self._bad is None and not loss.isfinite()
+        if LINE in root.metadata and not self._recorded:
+            line = None
+            for node in nodes_below(root):  # an operation's inner nodes follow it
+                line = node.metadata.get(LINE, line)
+                self._recorded.append((node.name(), line))
+        if not is_bad and self._usual is not None:
+            return
+        nodes = nodes_below(root)
+        found = {
+            (place, name)
+            for place, node in enumerate(nodes)
+            for name, value in _saved(node).items()
+            if not torch.isfinite(value).all()
+        }
+        if not is_bad:
+            self._usual = found
+        elif new := found - (self._usual or set()):
+            place, name = min(new, key=lambda each: len(nodes_below(nodes[each[0]])))
+            node = nodes[place]
+            if name in ARGUMENTS:
+                node = node.next_functions[ARGUMENTS[name]][0] or node
+                while len(below := _unknown(node)) == 1 and not MAKERS.match(node.name()):
+                    (node,) = below
+            # those of weights come from the step before
+            self._bad = nodes.index(node), "" if hasattr(node, "variable") else node.name()
+
+
+def nodes_below(root: Any) -> list[Any]:
+    """Return the nodes of a graph from one of them on, in an order that only its form decides."""
+    found, stack = dict[Any, None](), [root]
+    while stack and len(found) < MOST_NODES:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            stack += [each for each, _ in reversed(node.next_functions)]
+    return [*found]
+
+
+def _saved(node: Any) -> dict[str, Tensor]:
+    """Return the tensors that a node has saved, by their names."""
+    found = dict[str, Tensor]()
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            with suppress(RuntimeError):  # it was changed in place
+                if isinstance(value := getattr(node, name), Tensor):
+                    found[name.removeprefix("_saved_")] = value
+    return found
+
+
+def _unknown(node: Any) -> list[Any]:
+    """Return the nodes that made the arguments of a node which it has not saved."""
+    known = {ARGUMENTS.get(name) for name in _saved(node)}
+    every = enumerate(node.next_functions)
+    return [each for place, (each, _) in every if each is not None and place not in known]

@@ -1,0 +1,80 @@
+"""The line is named whose result is the first that is not finite, from one step's graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.measure.attach.recorder import CallRecorder, Graphs
+
+HEAD = """
+torch.manual_seed(0)
+net = nn.Linear(4, 4)
+mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+"""
+LOSSES = {
+    "exp": (
+        "e = torch.exp(h * scale)",
+        "h = net(x)\ne = torch.exp(h * scale)\nloss = (e / e.sum()).log().mean()",
+    ),
+    "log": (
+        "e = (h.abs().add(1) * (1 - bad)).log()",
+        "h = net(x)\ne = (h.abs().add(1) * (1 - bad)).log()\nf = e * 2\nloss = (f * f).mean()",
+    ),
+    "division": ("e = h / (1 - bad)", "h = net(x)\ne = h / (1 - bad)\nloss = (e * e).mean()"),
+    "attention": (
+        "e = 1 / (h * (1 - bad))",
+        "h = net(x)\n"
+        "a = F.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=mask)\n"
+        "e = 1 / (h * (1 - bad))\nloss = (e * e).mean() + a.mean()",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_recorded_first", [True, False])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_line_of_the_first_result_that_is_not_finite_is_known(
+    kind, is_recorded_first, tmp_path
+):
+    line, loop = LOSSES[kind]
+    path, graphs = tmp_path / "train.py", Graphs()
+    path.write_text(loop)
+    space = {"torch": torch, "nn": nn, "F": nn.functional}
+    exec(HEAD, space)
+    code = compile(loop, str(path), "exec")
+
+    def step(bad=0.0):
+        space.update(x=torch.rand(4, 4) + 1, bad=bad, scale=1000.0 * bad + 1)
+        exec(code, space)
+        graphs.mark(space["loss"])
+        space["loss"].backward()
+
+    step()
+    for is_recorded in (is_recorded_first, not is_recorded_first):
+        if is_recorded:
+            with CallRecorder(lambda: "other"):
+                step()
+        else:
+            assert graphs.origin.line is None
+            step(bad=1.0)
+    assert graphs.origin.line == (str(path), loop.splitlines().index(line) + 1)
+
+
+def test_without_a_loss_that_is_no_number_or_a_record_there_is_no_line():
+    graphs, weights = Graphs(), torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        graphs.mark((weights * 2).sum())
+    assert graphs.origin.line is None
+    graphs.mark((1 / (weights - 1)).sum())
+    assert graphs.origin.line is None
+
+
+def test_weights_that_are_no_numbers_come_from_no_line():
+    graphs, weights = Graphs(), torch.ones(2, requires_grad=True)
+    for value in (1.0, 1.0, float("nan")):
+        with torch.no_grad():
+            weights.fill_(value)
+        with CallRecorder(lambda: "other"):
+            graphs.mark((weights * weights).sum())
+    assert graphs.origin.line is None
