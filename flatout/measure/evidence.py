@@ -207,8 +207,9 @@ class Evidence(Stored):
     attention without SDPA), float64, anomaly, threads, padding,
     step (which calls the optimizer), line (work without weights, its backward pass included),
     repeated, unread and zero (work that is repeated or has no effect), again and discarded (passes
-    through the same graph, and those whose gradients nothing uses), rows (a batch size of 1),
-    broadcast (a column and a row that make a square), not-finite (the first result that is not)."""
+    through the same graph, and those whose gradients nothing uses), growing (more work in each
+    step), rows (a batch size of 1), broadcast (a column and a row that make a square), not-finite
+    (the first result that is not)."""
     kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded
@@ -61,9 +63,13 @@ class CallRecorder(TorchFunctionMode):
         self._phase = phase
         self._open: list[tuple[Any, Line]] = []
         """Nodes that no backward pass has gone through, and the lines that made them."""
+        self._made = WeakIdKeyDictionary()
+        """Of results without a graph, the line that made them, and the same of its arguments."""
+        self._hook = register_optimizer_step_pre_hook(guarded(self._note_update))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hook.remove()
         self._open.clear()
         if self.work is not None:
             self.work.close()
@@ -85,6 +91,17 @@ class CallRecorder(TorchFunctionMode):
         if line is not None:  # the pass also starts there
             self.trains.add(line)
         self._open = [each for each in self._open if each[0] not in reached]
+
+    def _note_update(self, optimizer: Any, *_: object) -> None:
+        """Note which lines made gradients, without a backward pass."""
+        every = [one.grad for group in optimizer.param_groups for one in group["params"]]
+        made, seen = [self._made[one] for one in every if one in self._made], set[int]()
+        while made:
+            one = made.pop()
+            if id(one) not in seen:
+                seen.add(id(one))
+                self.trains.add(one[0])
+                made += one[1]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -114,6 +131,8 @@ class CallRecorder(TorchFunctionMode):
         if phase == "forward" and any(isinstance(one, Parameter) for one in args):
             self.trains.add(line)
         if result.grad_fn is None:
+            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            self._made[result] = line, [self._made[one] for one in given if one in self._made]
             return
         self._open.append((result.grad_fn, line))
         _metadata(result.grad_fn)[LINE] = line

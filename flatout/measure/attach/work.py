@@ -40,6 +40,8 @@ MOST_NODES = 512
 SOME = 64
 """Values of a gradient that are looked at first."""
 
+GROWN = 5
+"""Steps in each of which a line must have more work than in the one before, to be named."""
 HALF = 0.5
 """Part of a backward pass that computes gradients of weights, and not of their inputs."""
 
@@ -65,8 +67,8 @@ class Work:
 
     def __init__(self) -> None:
         self.found = LineTotals()
-        """Lines of `line`, `model`, `repeated`, `again`, `discarded`, `unread` and `zero`, as in
-        `Evidence.sites`."""
+        """Lines of `line`, `model`, `repeated`, `again`, `discarded`, `growing`, `unread` and
+        `zero`, as in `Evidence.sites`."""
         self._numbers, self._count = WeakIdKeyDictionary(), count()
         """A number for each tensor that a call was given."""
         self._results = WeakIdKeyDictionary()
@@ -83,6 +85,10 @@ class Work:
         self._read: list[Any] = []
         """Nodes whose results something reads that has no gradient, such as `.item()`."""
         self._reached: set[Line] = set()
+        self._sizes, self._earlier = Counter[Line](), Counter[Line]()
+        """Arguments that calls of lines were given, in this step and in the one before."""
+        self._growing: set[Line] | None = None
+        """Lines with more of them in each step than in the one before."""
         self._unread: defaultdict[Line, float] = defaultdict(float)
         self._zero: defaultdict[Line, float] = defaultdict(float)
         self._not_zero: set[Line] = set()
@@ -99,6 +105,7 @@ class Work:
         kind = "model" if is_inherent else "line"
         self.found.add(kind, line, seconds)
         given = tree_leaves((args, kwargs))
+        self._sizes[line] += len(given)
         results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         self._note_repeated(func, given, results, line, seconds)
         made: list[Any] = [one.grad_fn for one in results if one.grad_fn is not None]
@@ -169,6 +176,10 @@ class Work:
                 self._unread[line] += seconds
             if node in seen or step < self._steps:
                 del self._made[node]
+        if self._earlier:
+            grown = {line for line, size in self._sizes.items() if size > self._earlier[line] > 0}
+            self._growing = grown if self._growing is None else self._growing & grown
+        self._earlier, self._sizes = self._sizes, Counter()
         self._calls, self._now = self._now, {}
         self._times.clear()
         self._steps += 1
@@ -189,6 +200,9 @@ class Work:
         for line, seconds in self._zero.items():
             if line not in self._not_zero:
                 self.found.add("zero", line, seconds)
+        for line in self._growing or () if self._steps >= GROWN else ():
+            kinds = (self.found.seconds[kind] for kind in ("line", "model"))
+            self.found.add("growing", line, sum(kind.get(line, 0.0) for kind in kinds))
         self._made.clear()
         self.note_backward(set(), None)
         del self._passes[:-1]

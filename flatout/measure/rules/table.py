@@ -141,15 +141,6 @@ ROWS = [
         site="anomaly",
     ),
     row(
-        "broadcast-loss",
-        "The loss broadcasts a column against a row, which compares all pairs of rows.",
-        lambda e: e.site("broadcast") and "spoils",
-        "Tensors of the shapes (n, 1) and (n,) are broadcast to (n, n): every prediction is "
-        "compared with every target.",
-        "Give both one shape: predictions.squeeze(1).",
-        site="broadcast",
-    ),
-    row(
         "busy-machine",
         "Other processes use the cores on which the run computes.",
         lambda e: (
@@ -179,16 +170,6 @@ ROWS = [
         "Let it wait instead: queue.Queue(maxsize=2), threading.Event().wait(). If it prepares "
         "data, do that in processes: DataLoader(num_workers=...).",
         site="thread",
-    ),
-    row(
-        "cleared-gradients",
-        "The optimizer finds no gradients: they are cleared before its step, or of other weights.",
-        lambda e: (e.without_gradients or 0.0) > 0.9 and "spoils",
-        "{e.watched_optimizer} finds no gradients in {e.without_gradients:.0%} of the steps, "
-        "although each goes backward: it updates nothing.",
-        "Call zero_grad() before backward() or after step(), never between them, and give the "
-        "optimizer the weights of the model that is trained, not of a copy.",
-        site="step",
     ),
     row(
         "communication",
@@ -244,17 +225,6 @@ ROWS = [
         "parametrizations.spectral_norm does. Otherwise compute it every few steps.",
     ),
     row(
-        "discarded-gradients",
-        "Gradients are computed, and cleared before an optimizer uses them.",
-        lambda e: (place := e.site("discarded")) and e.share(place.seconds_per_step, 0.1),
-        "{share:.0%} of each step computes gradients, in the backward pass at {site}, that are "
-        "cleared before an optimizer uses them.",
-        "Call detach() on what that loss should not train, or name the weights that it trains: "
-        "loss.backward(inputs=[*model.parameters()]).",
-        site="discarded",
-        unless="cleared-gradients repeated-backward unlearned-weights wasted-gradients",
-    ),
-    row(
         "disk-space",
         "The disk is too small for the checkpoints of the run.",
         lambda e: (e.disk_needed_gib or 0.0) > (e.disk_free_gib or math.inf) and "fails",
@@ -285,15 +255,6 @@ ROWS = [
         "Remove the call. Against fragmentation, set PYTORCH_ALLOC_CONF=expandable_segments:True.",
         site="empty-cache",
         shows="empty_cache empty_cache_s",
-    ),
-    row(
-        "evaluation-mode",
-        "The model stays in evaluation mode while it is trained.",
-        lambda e: (e.evaluation_mode or 0.0) >= 0.05 and e.site("evaluation-mode") and "spoils",
-        "In {e.evaluation_mode:.0%} of the steps the model is in evaluation mode while it is "
-        "trained: dropout is off, and batch norm keeps its statistics.",
-        "Call model.train() where the evaluation that starts there ends.",
-        site="evaluation-mode",
     ),
     row(
         "few-rows",
@@ -369,6 +330,18 @@ ROWS = [
         "Keep numbers, not tensors with gradients: a list or a sum of losses or outputs takes "
         "loss.item() or output.detach().",
         shows="growth_mib",
+    ),
+    row(
+        "growing-work",
+        "A line makes more calls in each step, or gives them more tensors, than in the one before.",
+        lambda e: (
+            (place := e.site("growing")) and (e.share(place.seconds_per_step, 0.05) or "warns")
+        ),
+        "The work of {site} grows with every step.",
+        "Look for what is added in each step and never removed, such as hooks or the values of "
+        "all steps so far. Keep a running sum, or the last values.",
+        site="growing",
+        unless="growing-memory",
     ),
     row(
         "host-sync",
@@ -491,16 +464,6 @@ ROWS = [
         shows="recompile_reason",
     ),
     row(
-        "repeated-backward",
-        "Backward passes of one step go through the same graph again.",
-        lambda e: (place := e.site("again")) and e.share(place.seconds_per_step, 0.1),
-        "{share:.0%} of each step goes backward again through the graph that the pass at {site} "
-        "keeps.",
-        "Call detach() on what should not be differentiated again: a state that is carried over, "
-        "or what another model made. Or add the losses up, and go backward once.",
-        site="again",
-    ),
-    row(
         "repeated-work",
         "A line computes the same from the same values in every step.",
         lambda e: e.share(
@@ -530,7 +493,7 @@ ROWS = [
         "optimizer, most of it into {site}.",
         by_text("own", ADVICE),
         site="own",
-        unless="anomaly-detection",
+        unless="anomaly-detection growing-work",
     ),
     row(
         "slow-logging",
@@ -616,15 +579,6 @@ ROWS = [
         unless="out-of-memory",
     ),
     row(
-        "uncleared-gradients",
-        "Gradients are never cleared, so that every update repeats all earlier ones.",
-        lambda e: (e.uncleared or 0.0) > 0.9 and "spoils",
-        "No step clears the gradients: each update of {e.watched_optimizer} adds those of all "
-        "steps before it.",
-        "Call optimizer.zero_grad() after each optimizer.step().",
-        site="step",
-    ),
-    row(
         "unfused-attention",
         "Attention stores the scores of all pairs of tokens in memory.",
         lambda e: (
@@ -635,46 +589,6 @@ ROWS = [
         "{share:.0%} of each step.",
         "Use torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...).",
         site="softmax",
-    ),
-    row(
-        "unlearned-weights",
-        "Weights of the model have gradients, and no optimizer updates them.",
-        lambda e: e.unlearned and "spoils",
-        "No optimizer updates {e.unlearned}, which have gradients: they never learn.",
-        "Give the optimizer all weights: model.parameters().",
-        site="optimizer",
-    ),
-    row(
-        "unmoved-weights",
-        "Weights have gradients and are updated, and their values do not change.",
-        lambda e: (e.unmoved or 0.0) > (0.9 if e.weights_dtype == "float32" else 0.5) and "spoils",
-        "{e.unmoved:.0%} of the weights with gradients have the same values after several steps "
-        "of {e.watched_optimizer}.",
-        lambda e, _: (
-            e.highest_lr == 0
-            and "The learning rate is 0: start the schedule above it, and call scheduler.step() "
-            "after every optimizer.step() if its unit is steps."
-        ),
-        lambda e, _: (
-            e.weights_dtype != "float32"
-            and "Updates are smaller than what {e.weights_dtype} can tell apart. Keep weights in "
-            "float32, and compute in torch.autocast."
-        ),
-        "Print the learning rate and the gradients' norm: updates are smaller than the weights' "
-        "precision.",
-        site="step",
-        shows="weights_dtype highest_lr",
-        unless="cleared-gradients",
-    ),
-    row(
-        "wasted-gradients",
-        "Gradients are computed for weights that no optimizer updates.",
-        lambda e: e.share(2 / 3 * (e.wasted_gradients or 0.0) * e.work_s, 0.1),
-        "{e.wasted_gradients:.0%} of the gradients belong to weights that no optimizer updates.",
-        "Give them to the optimizer if they should learn. Otherwise call what is not trained in "
-        "torch.no_grad().",
-        site="backward",
-        unless="unlearned-weights",
     ),
     row(
         "work-without-effect",

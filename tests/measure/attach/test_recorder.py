@@ -48,6 +48,20 @@ def test_lines_that_train_are_told_from_others(weights):
     del copy, shown
 
 
+def test_lines_that_make_gradients_without_a_backward_pass_train(weights):
+    recorder, (_, here) = CallRecorder(lambda: "other"), user_frame(sys._getframe())
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    with recorder, torch.no_grad():
+        rows = torch.func.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.randn(8, 64))
+        norms = rows.norm(dim=1)
+        shown = norms.max() * 2
+        weights.grad = torch.ones_like(weights)
+        weights.grad.mul_(norms.clamp(max=1.0).mean())
+        optimizer.step()
+    trained = [here + number in {line for _, line in recorder.trains} for number in (4, 5, 7)]
+    assert trained == [True, False, True], shown
+
+
 def test_attention_and_float64_are_seen(weights):
     recorder = CallRecorder(lambda: "forward")
     with recorder:

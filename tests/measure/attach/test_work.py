@@ -180,6 +180,32 @@ def test_a_graph_that_is_used_once_or_for_second_derivatives_is_not(found, loop)
     assert "again" not in found(loop)
 
 
+GROWING = {
+    "calls": """
+hooks = globals().setdefault("hooks", [])
+hooks.append(1)
+out = net(images)
+spread = [out.detach().std() for _ in hooks]
+step(out.mean())
+""",
+    "arguments": """
+kept = globals().setdefault("kept", [])
+loss = net(images).mean()
+step(loss)
+kept.append(loss.detach())
+mean = torch.stack(kept).mean()
+""",
+}
+
+
+@pytest.mark.parametrize("loop", GROWING.values(), ids=GROWING)
+def test_work_that_grows_with_every_step_is_found(found, loop):
+    (line,) = found(loop, steps=7)["growing"]
+    assert line.startswith(("spread", "mean"))
+    assert "growing" not in found(loop, steps=4)
+    assert "growing" not in found(loop.replace("globals()", "{}"), steps=7)
+
+
 USED = {
     "accumulated": """
 recorder.note_backward([net.weight])

@@ -109,6 +109,7 @@ cpu:
   garbage-collection: {gc_s: 0.02, site: gc}
   memory-leak: {growth_bytes: 1048576}
   growing-memory: {kept_graphs: 1.0, kept_by: total, growth_bytes: 1048576}
+  growing-work: {site: growing}
   length: {epochs: 400.0}
   out-of-memory: {failure: {kind: out-of-memory, message: It fails.}}
   padding: {padding: 0.6, site: padding}

@@ -1,0 +1,107 @@
+"""Rules about gradients: what does not learn, learns something else, or is computed in vain."""
+
+from __future__ import annotations
+
+from flatout.measure.rules import row
+
+GRADIENTS = [
+    row(
+        "broadcast-loss",
+        "The loss broadcasts a column against a row, which compares all pairs of rows.",
+        lambda e: e.site("broadcast") and "spoils",
+        "Tensors of the shapes (n, 1) and (n,) are broadcast to (n, n): every prediction is "
+        "compared with every target.",
+        "Give both one shape: predictions.squeeze(1).",
+        site="broadcast",
+    ),
+    row(
+        "cleared-gradients",
+        "The optimizer finds no gradients: they are cleared before its step, or of other weights.",
+        lambda e: (e.without_gradients or 0.0) > 0.9 and "spoils",
+        "{e.watched_optimizer} finds no gradients in {e.without_gradients:.0%} of the steps, "
+        "although each goes backward: it updates nothing.",
+        "Call zero_grad() before backward() or after step(), never between them, and give the "
+        "optimizer the weights of the model that is trained, not of a copy.",
+        site="step",
+    ),
+    row(
+        "discarded-gradients",
+        "Gradients are computed, and cleared before an optimizer uses them.",
+        lambda e: (place := e.site("discarded")) and e.share(place.seconds_per_step, 0.1),
+        "{share:.0%} of each step computes gradients, in the backward pass at {site}, that are "
+        "cleared before an optimizer uses them.",
+        "Call detach() on what that loss should not train, or name the weights that it trains: "
+        "loss.backward(inputs=[*model.parameters()]).",
+        site="discarded",
+        unless="cleared-gradients repeated-backward unlearned-weights wasted-gradients",
+    ),
+    row(
+        "evaluation-mode",
+        "The model stays in evaluation mode while it is trained.",
+        lambda e: (e.evaluation_mode or 0.0) >= 0.05 and e.site("evaluation-mode") and "spoils",
+        "In {e.evaluation_mode:.0%} of the steps the model is in evaluation mode while it is "
+        "trained: dropout is off, and batch norm keeps its statistics.",
+        "Call model.train() where the evaluation that starts there ends.",
+        site="evaluation-mode",
+    ),
+    row(
+        "repeated-backward",
+        "Backward passes of one step go through the same graph again.",
+        lambda e: (place := e.site("again")) and e.share(place.seconds_per_step, 0.1),
+        "{share:.0%} of each step goes backward again through the graph that the pass at {site} "
+        "keeps.",
+        "Call detach() on what should not be differentiated again: a state that is carried over, "
+        "or what another model made. Or add the losses up, and go backward once.",
+        site="again",
+    ),
+    row(
+        "uncleared-gradients",
+        "Gradients are never cleared, so that every update repeats all earlier ones.",
+        lambda e: (e.uncleared or 0.0) > 0.9 and "spoils",
+        "No step clears the gradients: each update of {e.watched_optimizer} adds those of all "
+        "steps before it.",
+        "Call optimizer.zero_grad() after each optimizer.step().",
+        site="step",
+    ),
+    row(
+        "unlearned-weights",
+        "Weights of the model have gradients, and no optimizer updates them.",
+        lambda e: e.unlearned and "spoils",
+        "No optimizer updates {e.unlearned}, which have gradients: they never learn.",
+        "Give the optimizer all weights: model.parameters().",
+        site="optimizer",
+    ),
+    row(
+        "unmoved-weights",
+        "Weights have gradients and are updated, and their values do not change.",
+        lambda e: (e.unmoved or 0.0) > (0.9 if e.weights_dtype == "float32" else 0.5) and "spoils",
+        "{e.unmoved:.0%} of the weights with gradients have the same values after several steps "
+        "of {e.watched_optimizer}.",
+        lambda e, _: (
+            e.highest_lr == 0
+            and "The learning rate is 0: start the schedule above it, and call scheduler.step() "
+            "after every optimizer.step() if its unit is steps."
+        ),
+        lambda e, _: (
+            e.weights_dtype != "float32"
+            and "Updates are smaller than what {e.weights_dtype} can tell apart. Keep weights in "
+            "float32, and compute in torch.autocast."
+        ),
+        "Print the learning rate and the gradients' norm: updates are smaller than the weights' "
+        "precision.",
+        site="step",
+        shows="weights_dtype highest_lr",
+        unless="cleared-gradients",
+    ),
+    row(
+        "wasted-gradients",
+        "Gradients are computed for weights that no optimizer updates.",
+        lambda e: e.share(2 / 3 * (e.wasted_gradients or 0.0) * e.work_s, 0.1),
+        "{e.wasted_gradients:.0%} of the gradients belong to weights that no optimizer updates.",
+        "Give them to the optimizer if they should learn. Otherwise call what is not trained in "
+        "torch.no_grad().",
+        site="backward",
+        unless="unlearned-weights",
+    ),
+]
+"""Sorted by name."""
