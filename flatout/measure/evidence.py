@@ -258,6 +258,8 @@ class Evidence(Stored):
     """Share of the last steps' graphs that are still in memory."""
     kept_by: str = "a variable"
     """The variable that keeps them."""
+    grown: str = ""
+    """A list, or a similar variable, that is longer after each step."""
 
     cores: Count = None
     """Cores that the process may use."""

@@ -523,6 +523,7 @@ class Follower:
         if kept_graphs := self._graphs.kept():
             update["kept_by"] = guarded(keeper_of_graphs)(sys._getframe(1)) or "a variable"
         update["kept_graphs"] = kept_graphs
+        update["grown"] = guarded(self._graphs.grown)(sys._getframe(1)) or ""
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}

@@ -12,15 +12,12 @@ import re
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flatout.measure.attach.lines import Line
 
 LINE = "flatout.line"
 """Key of the line that made a node, in the node's metadata."""
-MOST_NODES = 20_000
-"""Nodes of a graph that are looked at."""
 ARGUMENTS = {"self": 0, "input": 0, "other": 1, "mat2": 1, "weight": 1}
 """Which argument of an operation a value is that its node has saved. Others are results."""
 
@@ -37,15 +34,13 @@ class Origin:
         """What is not finite in a healthy step, such as masks."""
         self._bad: tuple[int, str] | None = None
         """The place of the node that made the first value, and its name."""
-        self._recorded: list[tuple[str, Line | None]] = []
-        """Names of nodes and their lines, of a step whose calls were recorded."""
+        self._recorded: dict[tuple[int, str] | None, Line] = {}
+        """Lines of nodes by their places and names, in a step whose calls were recorded."""
 
     @property
     def line(self) -> Line | None:
         """The line, if it is known."""
-        place, name = self._bad or (0, "")
-        known = self._recorded[place : place + 1]
-        return known[0][1] if known and known[0][0] == name else None
+        return self._recorded.get(self._bad)
 
     def look(self, loss: Tensor) -> None:
         """Look at the graph of a loss, before its backward pass."""
@@ -53,20 +48,16 @@ class Origin:
         if loss.device.type != "cpu":
             return
         is_bad = self._bad is None and not loss.isfinite()
-        if LINE in root.metadata and not self._recorded:
-            line = None
-            for node in nodes_below(root):  # an operation's inner nodes follow it
-                line = node.metadata.get(LINE, line)
-                self._recorded.append((node.name(), line))
-        if not is_bad and self._usual is not None:
+        is_new = LINE in root.metadata and not self._recorded
+        if not (is_bad or is_new or self._usual is None):
             return
-        nodes = nodes_below(root)
-        found = {
-            (place, name)
-            for place, node in enumerate(nodes)
-            for name, value in _saved(node).items()
-            if not torch.isfinite(value).all()
-        }
+        nodes, found, line = nodes_below(root), set[tuple[int, str]](), None
+        for place, node in enumerate(nodes):
+            line = node.metadata.get(LINE, line)  # an operation's inner nodes follow it
+            if is_new and line is not None:
+                self._recorded[place, node.name()] = line
+            bad = (name for name, value in _saved(node).items() if not value.isfinite().all())
+            found |= {(place, name) for name in bad}
         if not is_bad:
             self._usual = found
         elif new := found - (self._usual or set()):
@@ -83,7 +74,7 @@ class Origin:
 def nodes_below(root: Any) -> list[Any]:
     """Return the nodes of a graph from one of them on, in an order that only its form decides."""
     found, stack = dict[Any, None](), [root]
-    while stack and len(found) < MOST_NODES:
+    while stack:
         node = stack.pop()
         if node is not None and node not in found:
             found[node] = None

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
 from flatout.measure.attach.origin import LINE, Origin
+from flatout.measure.attach.sites import seen_in
 from flatout.measure.attach.work import Work
 
 KEY = "flatout"
@@ -37,10 +38,14 @@ MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
 WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
+MOST_DEEP, KEPT = 3, 9
+"""Objects in objects that are looked at, and fewest graphs in one that are those of steps."""
 MOST_ATTRIBUTES = 100
 """An object with more is no record of a script: a module, for example."""
 SKIPPED = ("__get__", "backward")
 """Attributes, such as .grad, and what the loop's phases show."""
+EARLY_STEP = 4
+"""Step after which the sizes of containers are noted."""
 MARK_DEPTH = 16
 """Nodes below the loss at which its graph is marked once more: outputs may be kept without it."""
 
@@ -214,6 +219,9 @@ class Graphs:
     def __init__(self) -> None:
         self._marks: deque[weakref.ref[_Mark]] = deque(maxlen=KEPT_STEPS)
         self.origin = Origin()
+        self._steps = 0
+        self._sizes: dict[str, int] = {}
+        """Lengths of the script's containers after some steps."""
 
     def mark(self, loss: Tensor) -> None:
         """Mark the graph of a step by its loss, and a node below it."""
@@ -224,33 +232,65 @@ class Graphs:
             self._marks.append(weakref.ref(mark))
             with torch._C.DisableTorchFunction():  # no call of the script
                 self.origin.look(loss)
+        self._steps += 1
+        if self._steps == EARLY_STEP:
+            self._sizes = _sizes(sys._getframe(1))
 
     def kept(self) -> float | None:
         """Return the share of the last steps, without two, whose graphs are in memory."""
         earlier = [*self._marks][:-2]
         return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
 
+    def grown(self, frame: FrameType | None) -> str:
+        """Return the container of the calling user code that grew most. "": none in each step."""
+        grown = {name: size - self._sizes.get(name, size) for name, size in _sizes(frame).items()}
+        most = max(grown, key=grown.__getitem__, default="")
+        return most if most and grown[most] >= self._steps - 2 * EARLY_STEP > 0 else ""
+
+
+def _sizes(frame: FrameType | None) -> dict[str, int]:
+    every = held_by(frame).items()
+    return {name: len(one) for name, one in every if not isinstance(one, Tensor)}
+
+
+def held_by(frame: FrameType | None) -> dict[str, Any]:
+    """Return the tensors and containers that the calling user code can reach, by their names."""
+    found, seen = dict[str, Any](), set[int]()
+    while frame is not None:
+        held = [*seen_in(frame).items()] if is_user_code(frame.f_code.co_filename) else []
+        for name, value in held:
+            is_ours = type(value).__module__.startswith("flatout.")
+            if id(value) in seen or is_ours or isinstance(value, ModuleType):
+                continue
+            seen.add(id(value))
+            if isinstance(value, (Tensor, list, deque, dict, set)):
+                found[name] = value
+            own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            shown = "{}[{!r}]" if isinstance(value, dict) else "{}.{}"
+            if len(re.findall(r"[.[]", name)) < MOST_DEEP and len(own) < MOST_ATTRIBUTES:
+                held += [(shown.format(name, key), one) for key, one in [*own.items()]]
+        frame = frame.f_back
+    return found
+
 
 def keeper_of_graphs(frame: FrameType | None) -> str:
     """Return the variable of the calling user code, or of its objects, that keeps graphs.
 
-    It is a list of tensors with graphs, or a long sum of losses.
+    It is a container of tensors with graphs, or a long sum of losses.
     """
-    while frame is not None:
-        held = [*frame.f_locals.items()] if is_user_code(frame.f_code.co_filename) else []
-        for name, value in held:
-            own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-            shown = "{}[{!r}]" if isinstance(value, dict) else "{}.{}"
-            if re.fullmatch(r"\w+(\.\w+)?", name) and len(own) < MOST_ATTRIBUTES:
-                held += [(shown.format(name, key), one) for key, one in own.items()]
-            kept = [*value][-3:] if isinstance(value, (list, deque)) else []
-            nodes = [one.grad_fn for one in kept if isinstance(one, Tensor) and one.grad_fn]
-            if isinstance(value, Tensor):
-                nodes = [*itertools.takewhile(_is_sum, itertools.islice(_chain(value.grad_fn), 9))]
-            if len(nodes) == (9 if isinstance(value, Tensor) else 3):
-                return name
-        frame = frame.f_back
+    for name, value in held_by(frame).items():
+        if isinstance(value, Tensor):
+            nodes = [*itertools.takewhile(_is_sum, itertools.islice(_chain(value.grad_fn), KEPT))]
+        else:
+            kept = value.values() if isinstance(value, dict) else value
+            nodes = [each for each in [*kept][-KEPT:] if any(map(_has_graph, tree_leaves(each)))]
+        if len(nodes) == KEPT:
+            return name
     return "a variable"
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _is_sum(node: Any) -> bool:

@@ -133,7 +133,7 @@ class Site(Stored):
     """Parameters of the call, in order. () when they are not known."""
     names: dict[str, str] = Field(default_factory=dict)
     """Expressions of that line for the root "model" and for "torch", as far as there are any."""
-    floats: tuple[str, ...] = ()
+    floats: list[str] = Field(default_factory=list)
     """Of a loss: expressions for tensors in fp32 there that are no single number."""
 
 

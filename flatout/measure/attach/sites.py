@@ -103,8 +103,7 @@ class Sites:
             site = Site(kind="loss", name="the loss", file=file, line=line, column=column,
                         end_line=end_line, end_column=end_column)  # fmt: skip
             self._calls[key] = _Calls(site, code)
-            floats = _look_around(frame, self._calls[key])
-            self._calls[key].site = site.model_copy(update={"floats": floats})
+            _look_around(frame, self._calls[key])
 
     def _watch(self, owner: Any, name: str, kind: str) -> None:
         """Replace a function by one that records its calls, if they do what an edit takes away."""
@@ -192,13 +191,19 @@ def _parameters(receiver: Any, name: str) -> tuple[str, ...]:
     return tuple(one.name for one in named)
 
 
-def _look_around(frame: FrameType, calls: _Calls) -> tuple[str, ...]:
-    """Note the names of torch and of all modules that a frame can see, and return its `floats`."""
+def seen_in(frame: FrameType) -> dict[str, Any]:
+    """Return the variables that a frame can see."""
     own = frame.f_locals
     seen = frame.f_globals | dict(own)
     is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict)
     if is_copy and sys.getrefcount(own) <= 3:  # nor has the script called `locals()`
         own.clear()  # before Python 3.13, it would keep alive what the script deletes
+    return seen
+
+
+def _look_around(frame: FrameType, calls: _Calls) -> None:
+    """Note the names of torch, of all modules and of tensors in fp32 that a frame can see."""
+    seen = seen_in(frame)
     owner: Any = seen.get("self")
     attributes = dict(getattr(owner, "__dict__", {}))
     if issubclass(type(owner), nn.Module):
@@ -210,11 +215,9 @@ def _look_around(frame: FrameType, calls: _Calls) -> tuple[str, ...]:
         # the type, since a proxy may not want to be asked what it is an instance of
         if issubclass(type(value), nn.Module):
             calls.visible.add((name, weakref.ref(value)))
-    return tuple(
-        name
-        for name, value in seen.items()
-        if type(value) is Tensor and value.dtype == torch.float32 and value.dim()
-    )
+        is_float = type(value) is Tensor and value.dtype == torch.float32 and value.dim()
+        if is_float and calls.site.kind == "loss":
+            calls.site.floats.append(name)
 
 
 def _name_of(model: nn.Module | None, calls: _Calls) -> str | None:

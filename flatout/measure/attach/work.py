@@ -40,8 +40,6 @@ MOST_NODES = 512
 SOME = 64
 """Values of a gradient that are looked at first."""
 
-GROWN = 5
-"""Steps in each of which a line must have more work than in the one before, to be named."""
 HALF = 0.5
 """Part of a backward pass that computes gradients of weights, and not of their inputs."""
 
@@ -200,7 +198,7 @@ class Work:
         for line, seconds in self._zero.items():
             if line not in self._not_zero:
                 self.found.add("zero", line, seconds)
-        for line in self._growing or () if self._steps >= GROWN else ():
+        for line in self._growing or ():
             kinds = (self.found.seconds[kind] for kind in ("line", "model"))
             self.found.add("growing", line, sum(kind.get(line, 0.0) for kind in kinds))
         self._made.clear()

@@ -53,6 +53,8 @@ COSTLY = 0.3
 """Share of the step from which work without weights is a finding."""
 COSTLY_ADVICE = (
     (r"one_hot", "Use the indices: F.cross_entropy and F.embedding take them."),
+    (r"softmax\(|nll_loss|\.log\(", "F.cross_entropy takes the logits themselves: one function, "
+     "without results between them."),
     (r"None|unsqueeze|cdist", "It compares all pairs: expand the square, |a|² - 2ab + |b|², whose "
      "product is one matmul."),
     (r"\bfor\b", "Make one call for the whole batch instead of one for each element."),
@@ -285,7 +287,7 @@ ROWS = [
         "Evaluations take {share:.0%} of the run.",
         lambda e, _: (
             e.evaluates_with_gradients
-            and "Evaluate in torch.no_grad(): its passes build graphs for nothing."
+            and "Evaluate in torch.inference_mode(): its passes build graphs for nothing."
         ),
         rarer("Evaluate less often: {set}.", 0.05, "train.eval_every"),
         "Evaluate less often, or on less data.",
@@ -403,6 +405,7 @@ ROWS = [
         # the history of LBFGS grows to its length
         lambda e: (e.growth_bytes or 0.0) > 0 and e.optimizer != "LBFGS" and "warns",
         "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return.",
+        lambda e, _: e.grown and "Look at {e.grown}, which is longer after each step.",
         "Look for a list, a cache or an attribute that grows in the loop.",
         unless="growing-memory",
     ),

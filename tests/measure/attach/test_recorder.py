@@ -95,6 +95,46 @@ def test_kept_graphs_are_counted(weights, keeps):
     assert keeper_of_graphs(sys._getframe()) == ("losses" if keeps else "a variable")
 
 
+class Memory:
+    """An object of a script with containers in containers."""
+
+    def __init__(self):
+        self.log = {"rows": {"loss": []}, "by_step": {}}
+
+
+KEEPERS = {
+    "memory.log['rows']['loss']": lambda memory, loss: memory.log["rows"]["loss"].append(loss),
+    "memory.log['by_step']": lambda memory, loss: memory.log["by_step"].update(
+        {len(memory.log["by_step"]): (loss, 1)}
+    ),
+    "pairs": lambda memory, loss: PAIRS.append({"loss": loss, "step": 1}),
+}
+PAIRS: list[dict[str, object]] = []
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_containers_in_containers_and_of_records_are_named(weights, name):
+    memory, graphs = Memory(), Graphs()
+    for _ in range(12):
+        loss = (weights @ weights).sum()
+        graphs.mark(loss)
+        KEEPERS[name](memory, loss)
+        outputs = {"loss": loss, "mean": loss / 2, "double": loss * 2}  # of one step
+    assert keeper_of_graphs(sys._getframe()) == name.replace("pairs", "PAIRS")
+    assert graphs.grown(sys._getframe()) == name.replace("pairs", "PAIRS")
+    assert outputs
+    PAIRS.clear()
+
+
+def test_a_container_that_stays_as_long_has_not_grown(weights):
+    graphs, kept, once = Graphs(), [1.0], []
+    for number in range(12):
+        graphs.mark((weights @ weights).sum())
+        kept[0] = number
+        once += [1] * (number == 6)
+    assert graphs.grown(sys._getframe()) == ""
+
+
 class Trainer:
     """A trainer of a script that keeps what its steps return."""
 

@@ -257,8 +257,14 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cuda", {"checkpoint_s": 0.03}, "slow-save s 30%", "the speedup async-checkpoints."),
         ("cuda", {"checkpoint_s": 0.03, "config": None}, "slow-save s", "background thread"),
         ("cpu", {"evaluation_s": 0.09, "planned_steps": 60}, "frequent s 90%", "on less data"),
-        ("cpu", {"evaluation_s": 0.09, "evaluates_with_gradients": True}, "frequent s", "no_grad"),
+        (
+            "cpu",
+            {"evaluation_s": 0.09, "evaluates_with_gradients": True},
+            "frequent s",
+            "inference_mode",
+        ),
         ("cpu", STORM | {"config": None}, "garbage s 20% of each step", "gc.freeze()"),
+        ("cpu", GROWING | {"grown": "self.cache"}, "memory-leak w", "Look at self.cache,"),
         ("cpu", GROWING | {"optimizer": "LBFGS"}, "", ""),  # its history
         (
             "cpu",

@@ -156,7 +156,7 @@ for epoch in range(100_000):
 def test_an_evaluation_with_gradients_and_rows_in_memory_get_their_own_advice(diagnose):
     found = diagnose(EVALUATES)
     named = {one.name: one for one in found.findings}
-    assert "no_grad" in named["frequent-evaluation"].fixes[0].text
+    assert "inference_mode" in named["frequent-evaluation"].fixes[0].text
     assert "unstable-training" not in named
     data = named.get("slow-data")  # on a fast machine it takes too little
     if data is not None:
