@@ -259,7 +259,7 @@ class Evidence(Stored):
     kept_by: str = "a variable"
     """The variable that keeps them."""
     grown: str = ""
-    """A list, or a similar variable, that is longer after each step."""
+    """A list, or a similar variable, that grows with the steps."""
 
     cores: Count = None
     """Cores that the process may use."""

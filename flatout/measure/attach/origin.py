@@ -8,6 +8,7 @@ values does not wait.
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from typing import Any
@@ -30,8 +31,6 @@ class Origin:
     """Where the first values are made that are not finite."""
 
     def __init__(self) -> None:
-        self._usual: set[Any] | None = None
-        """What is not finite in a healthy step, such as masks."""
         self._bad: tuple[int, str] | None = None
         """The place of the node that made the first value, and its name."""
         self._recorded: dict[tuple[int, str] | None, Line] = {}
@@ -49,26 +48,29 @@ class Origin:
             return
         is_bad = self._bad is None and not loss.isfinite()
         is_new = LINE in root.metadata and not self._recorded
-        if not (is_bad or is_new or self._usual is None):
+        if not (is_bad or is_new):
             return
-        nodes, found, line = nodes_below(root), set[tuple[int, str]](), None
+        nodes, line = nodes_below(root), None
         for place, node in enumerate(nodes):
             line = node.metadata.get(LINE, line)  # an operation's inner nodes follow it
             if is_new and line is not None:
                 self._recorded[place, node.name()] = line
-            bad = (name for name, value in _saved(node).items() if not value.isfinite().all())
-            found |= {(place, name) for name in bad}
         if not is_bad:
-            self._usual = found
-        elif new := found - (self._usual or set()):
-            place, name = min(new, key=lambda each: len(nodes_below(nodes[each[0]])))
-            node = nodes[place]
-            if name in ARGUMENTS:
-                node = node.next_functions[ARGUMENTS[name]][0] or node
-                while len(below := _unknown(node)) == 1 and not MAKERS.match(node.name()):
-                    (node,) = below
-            # those of weights come from the step before
-            self._bad = nodes.index(node), "" if hasattr(node, "variable") else node.name()
+            return
+        bad = [
+            (len(nodes_below(node)), place, name)
+            for place, node in enumerate(nodes)
+            for name, value in _saved(node).items()
+            if not (value < math.inf).all()  # -inf is a mask
+        ]
+        _, place, name = min(bad, default=(0, 0, ""))
+        node = nodes[place]
+        if name in ARGUMENTS:
+            node = node.next_functions[ARGUMENTS[name]][0] or node
+        while len(below := _unknown(node)) == 1 and not MAKERS.match(node.name()):
+            (node,) = below
+        # those of weights come from the step before
+        self._bad = nodes.index(node), "" if hasattr(node, "variable") else node.name()
 
 
 def nodes_below(root: Any) -> list[Any]:
@@ -83,13 +85,16 @@ def nodes_below(root: Any) -> list[Any]:
 
 
 def _saved(node: Any) -> dict[str, Tensor]:
-    """Return the tensors that a node has saved, by their names."""
+    """Return the tensors that a node has saved, by their names, without asking for those again that
+    a checkpoint of activations would compute.
+    """
     found = dict[str, Tensor]()
     for name in dir(node):
-        if name.startswith("_saved_"):
-            with suppress(RuntimeError):  # it was changed in place
-                if isinstance(value := getattr(node, name), Tensor):
-                    found[name.removeprefix("_saved_")] = value
+        if name.startswith("_raw_saved_"):
+            with suppress(AttributeError, RuntimeError):  # several, or none
+                value = getattr(node, name).data
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    found[name.removeprefix("_raw_saved_")] = value
     return found
 
 

@@ -68,8 +68,8 @@ class CallRecorder(TorchFunctionMode):
         self._phase = phase
         self._open: list[tuple[Any, Line]] = []
         """Nodes that no backward pass has gone through, and the lines that made them."""
-        self._made = WeakIdKeyDictionary()
-        """Of results without a graph, the line that made them, and the same of its arguments."""
+        self._made: Any = WeakIdKeyDictionary()
+        """Of results without a graph, the lines that made them and their arguments."""
         self._hook = register_optimizer_step_pre_hook(guarded(self._note_update))
 
     def __exit__(self, *error: Any) -> None:
@@ -99,14 +99,10 @@ class CallRecorder(TorchFunctionMode):
 
     def _note_update(self, optimizer: Any, *_: object) -> None:
         """Note which lines made gradients, without a backward pass."""
-        every = [one.grad for group in optimizer.param_groups for one in group["params"]]
-        made, seen = [self._made[one] for one in every if one in self._made], set[int]()
-        while made:
-            one = made.pop()
-            if id(one) not in seen:
-                seen.add(id(one))
-                self.trains.add(one[0])
-                made += one[1]
+        for group in optimizer.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    self.trains |= self._made.get(weights.grad, set())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -137,7 +133,7 @@ class CallRecorder(TorchFunctionMode):
             self.trains.add(line)
         if result.grad_fn is None:
             given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-            self._made[result] = line, [self._made[one] for one in given if one in self._made]
+            self._made[result] = {line}.union(*(self._made.get(one, ()) for one in given))
             return
         self._open.append((result.grad_fn, line))
         _metadata(result.grad_fn)[LINE] = line
@@ -219,7 +215,6 @@ class Graphs:
     def __init__(self) -> None:
         self._marks: deque[weakref.ref[_Mark]] = deque(maxlen=KEPT_STEPS)
         self.origin = Origin()
-        self._steps = 0
         self._sizes: dict[str, int] = {}
         """Lengths of the script's containers after some steps."""
 
@@ -232,9 +227,8 @@ class Graphs:
             self._marks.append(weakref.ref(mark))
             with torch._C.DisableTorchFunction():  # no call of the script
                 self.origin.look(loss)
-        self._steps += 1
-        if self._steps == EARLY_STEP:
-            self._sizes = _sizes(sys._getframe(1))
+        if len(self._marks) == EARLY_STEP:
+            self._sizes = guarded(_sizes)(sys._getframe(1)) or {}
 
     def kept(self) -> float | None:
         """Return the share of the last steps, without two, whose graphs are in memory."""
@@ -242,10 +236,10 @@ class Graphs:
         return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
 
     def grown(self, frame: FrameType | None) -> str:
-        """Return the container of the calling user code that grew most. "": none in each step."""
+        """Return the container of the calling user code that grew most. "" if none grows."""
         grown = {name: size - self._sizes.get(name, size) for name, size in _sizes(frame).items()}
         most = max(grown, key=grown.__getitem__, default="")
-        return most if most and grown[most] >= self._steps - 2 * EARLY_STEP > 0 else ""
+        return most if most and grown[most] >= len(self._marks) / 2 > EARLY_STEP else ""
 
 
 def _sizes(frame: FrameType | None) -> dict[str, int]:
@@ -259,14 +253,15 @@ def held_by(frame: FrameType | None) -> dict[str, Any]:
     while frame is not None:
         held = [*seen_in(frame).items()] if is_user_code(frame.f_code.co_filename) else []
         for name, value in held:
-            is_ours = type(value).__module__.startswith("flatout.")
-            if id(value) in seen or is_ours or isinstance(value, ModuleType):
+            kind = type(value)  # a proxy may not want to be asked
+            is_ours = kind.__module__.startswith("flatout.")
+            if id(value) in seen or is_ours or issubclass(kind, ModuleType):
                 continue
             seen.add(id(value))
-            if isinstance(value, (Tensor, list, deque, dict, set)):
+            if issubclass(kind, (Tensor, list, deque, dict, set)):
                 found[name] = value
-            own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-            shown = "{}[{!r}]" if isinstance(value, dict) else "{}.{}"
+            own = value if issubclass(kind, dict) else getattr(value, "__dict__", {})
+            shown = "{}[{!r}]" if own is value else "{}.{}"
             if len(re.findall(r"[.[]", name)) < MOST_DEEP and len(own) < MOST_ATTRIBUTES:
                 held += [(shown.format(name, key), one) for key, one in [*own.items()]]
         frame = frame.f_back

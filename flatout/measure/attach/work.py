@@ -148,7 +148,7 @@ class Work:
         """Note which gradients of a pass were cleared unused. Return whether some are left."""
         left = []
         for weights, version, values in one.weights:
-            is_used = weights._version != version or bool((some_of(weights) != values).any())
+            is_used = weights._version != version or (some_of(weights) != values).any()
             if is_used or one.line is None:
                 continue
             if weights.grad is None or are_zero([weights.grad]):
@@ -199,8 +199,8 @@ class Work:
             if line not in self._not_zero:
                 self.found.add("zero", line, seconds)
         for line in self._growing or ():
-            kinds = (self.found.seconds[kind] for kind in ("line", "model"))
-            self.found.add("growing", line, sum(kind.get(line, 0.0) for kind in kinds))
+            every = self.found.seconds
+            self.found.add("growing", line, every["line"][line] + every["model"][line])
         self._made.clear()
         self.note_backward(set(), None)
         del self._passes[:-1]

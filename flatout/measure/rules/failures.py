@@ -30,7 +30,6 @@ def failure(evidence: Evidence) -> Found | None:
 def unstable_training(evidence: Evidence) -> Found | None:
     """The loss diverges, or rises and stays up, or float16 keeps overflowing."""
     losses, level, rise = evidence.losses or (), Level(MARGIN), None
-    first = evidence.site("not-finite")
     lost = next((step for step, loss in losses if not math.isfinite(loss)), None)
     # a loss of both signs is a difference, as of rewards, whose level means nothing
     if lost is None and all(loss > 0 for _, loss in losses):
@@ -47,7 +46,11 @@ def unstable_training(evidence: Evidence) -> Found | None:
         (
             lost is not None and "fails",
             f"The loss is not a number from step {lost}"
-            + (": the first result that is not finite is that of {site}." if first else "."),
+            + (
+                ": the first result that is not finite is that of {site}."
+                if evidence.site("not-finite")
+                else "."
+            ),
         ),
         (text and "spoils", text),
         (

@@ -405,7 +405,7 @@ ROWS = [
         # the history of LBFGS grows to its length
         lambda e: (e.growth_bytes or 0.0) > 0 and e.optimizer != "LBFGS" and "warns",
         "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return.",
-        lambda e, _: e.grown and "Look at {e.grown}, which is longer after each step.",
+        lambda e, _: e.grown and "Look at {e.grown}, which grows with the steps.",
         "Look for a list, a cache or an attribute that grows in the loop.",
         unless="growing-memory",
     ),

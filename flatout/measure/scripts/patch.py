@@ -177,7 +177,7 @@ class _Source:
     def __init__(self, path: Path, data: bytes) -> None:
         self.path, self.data = path, data
         self.edits: Made = {}
-        self._tree = ast.parse(data)
+        self._tree, self._newline = ast.parse(data), b"\r\n" if b"\r\n" in data else b"\n"
         self._starts = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
 
     def edit(self, edit: Edit, site: Site) -> str | None:
@@ -250,15 +250,14 @@ class _Source:
         while last > first + 1 and not read & _names(block[last - 1], ast.Store):
             last -= 1
         inside = edit.around.replace("{torch}", site.names["torch"])
-        newline = b"\r\n" if b"\r\n" in self.data else b"\n"
         begin, end = block[first].lineno, block[last - 1].end_lineno or 0
         before = self.data[self._at(begin, 0) : spans[first][0]]
-        inner: set[str] = set().union(*(_names(one, ast.Store) for one in block[first:last]))
+        inner = {name for one in block[first:last] for name in _names(one, ast.Store)}
         made: Made = {}
         for statement in block[last:]:  # which reads fp32 so far
             for name in sorted(inner & {*site.floats} & _names(statement, ast.Load)):
                 at = self._starts[end]
-                made[at, at, name] = before + f"{name} = {name}.float()".encode() + newline
+                made[at, at, name] = before + f"{name} = {name}.float()".encode() + self._newline
                 inner.discard(name)
             inner -= _names(statement, ast.Store)
         if last == first + 1 and isinstance(with_ := block[first], ast.With):
@@ -281,7 +280,7 @@ class _Source:
         for line in range(begin, end + 1):
             at = self._at(line, 0)
             if line == begin:
-                made[at, at, edit.around] = before + head + newline + unit
+                made[at, at, edit.around] = before + head + self._newline + unit
             elif line not in in_texts and self.data[at : self._starts[line]].strip():
                 made[at, at, edit.around] = unit
         return made
@@ -315,10 +314,10 @@ class _Source:
             after = site.is_direct and not isinstance(statement, ast.Return)
             if not has_own_lines or (after and hasattr(statement, "body")):  # in a block's head
                 return "there is no place for a separate line"
-            newline, at = b"\r\n" if b"\r\n" in self.data else b"\n", lines[after]
+            at = lines[after]
             new = text.encode().split(b"\n")
-            lead = newline if after and not self.data[:at].endswith(b"\n") else b""
-            return {(at, at, text): lead + b"".join(indent + line + newline for line in new)}
+            lead = self._newline if after and not self.data[:at].endswith(b"\n") else b""
+            return {(at, at, text): lead + b"".join(indent + line + self._newline for line in new)}
         if not site.is_direct:
             return "a library makes it, which this line calls"
         if edit.keywords:

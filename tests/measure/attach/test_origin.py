@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from flatout.measure.attach.recorder import CallRecorder, Graphs
@@ -18,9 +19,13 @@ LOSSES = {
         "e = torch.exp(h * scale)",
         "h = net(x)\ne = torch.exp(h * scale)\nloss = (e / e.sum()).log().mean()",
     ),
-    "log": (
+    "entropy": (
+        "e = h * (h.abs().add(1) * (1 - bad)).log()",
+        "h = net(x)\ne = h * (h.abs().add(1) * (1 - bad)).log()\nf = e * 2\nloss = -f.sum()",
+    ),
+    "log of the loss": (
         "e = (h.abs().add(1) * (1 - bad)).log()",
-        "h = net(x)\ne = (h.abs().add(1) * (1 - bad)).log()\nf = e * 2\nloss = (f * f).mean()",
+        "h = net(x)\ne = (h.abs().add(1) * (1 - bad)).log()\nloss = -e.mean()",
     ),
     "division": ("e = h / (1 - bad)", "h = net(x)\ne = h / (1 - bad)\nloss = (e * e).mean()"),
     "attention": (
@@ -68,6 +73,20 @@ def test_without_a_loss_that_is_no_number_or_a_record_there_is_no_line():
     assert graphs.origin.line is None
     graphs.mark((1 / (weights - 1)).sum())
     assert graphs.origin.line is None
+
+
+def test_what_a_checkpoint_of_activations_computes_again_is_not_asked_for():
+    graphs, weights, calls = Graphs(), torch.ones(2, requires_grad=True), []
+
+    def block(x):
+        calls.append(x)
+        return (x * x).exp()
+
+    loss = torch.utils.checkpoint.checkpoint(block, weights, use_reentrant=False).sum()
+    graphs.mark(loss)
+    assert len(calls) == 1
+    loss.backward()
+    assert weights.grad is not None
 
 
 def test_weights_that_are_no_numbers_come_from_no_line():
