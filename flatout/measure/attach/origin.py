@@ -19,7 +19,7 @@ from flatout.measure.attach.lines import Line
 
 LINE = "flatout.line"
 """Key of the line that made a node, in the node's metadata."""
-ARGUMENTS = {"self": 0, "input": 0, "other": 1, "mat2": 1, "weight": 1}
+ARGUMENTS = {"self": 0, "input": 0, "other": 1}
 """Which argument of an operation a value is that its node has saved. Others are results."""
 
 MAKERS = re.compile(r"Div|Exp|Log|Pow|Reciprocal|Rsqrt|Sqrt")
@@ -44,7 +44,7 @@ class Origin:
     def look(self, loss: Tensor) -> None:
         """Look at the graph of a loss, before its backward pass."""
         root: Any = loss.grad_fn
-        if loss.device.type != "cpu":
+        if type(loss) is not Tensor or not loss.is_cpu:  # one in parts may need all ranks
             return
         is_bad = self._bad is None and not loss.isfinite()
         is_new = LINE in root.metadata and not self._recorded
@@ -85,12 +85,13 @@ def nodes_below(root: Any) -> list[Any]:
 
 
 def _saved(node: Any) -> dict[str, Tensor]:
-    """Return the tensors that a node has saved, by their names, without asking for those again that
-    a checkpoint of activations would compute.
+    """Return the tensors that a node has saved, or the weights that it is for, by their names.
+
+    Those that a checkpoint of activations computes again are not asked for.
     """
     found = dict[str, Tensor]()
     for name in dir(node):
-        if name.startswith("_raw_saved_"):
+        if name == "variable" or name.startswith("_raw_saved_"):
             with suppress(AttributeError, RuntimeError):  # several, or none
                 value = getattr(node, name).data
                 if isinstance(value, Tensor) and value.is_floating_point():

@@ -65,11 +65,7 @@ def calmer(evidence: Evidence, _: float) -> Remedy:
     """Return the settings with which training is more stable."""
     config, losses = evidence.config, evidence.losses or ()
     if evidence.site("not-finite"):
-        return (
-            "Keep its arguments in range: clamp them, add a small number to what is divided by or "
-            "under a root or a logarithm, and use logsumexp, log_softmax or cross_entropy for "
-            "logarithms of sums of exponentials."
-        )
+        return "Keep its arguments in range: clamp them, or use logsumexp or cross_entropy."
     if losses and losses[0][0] <= 1 and not math.isfinite(losses[0][1]):
         return "Look for what is not a number in the data or the model: no update had been made."
     if config is None:
