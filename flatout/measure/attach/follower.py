@@ -8,7 +8,6 @@ models, which it may copy, compile or save. An error of ours is logged, and the 
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import statistics
 import sys
@@ -34,7 +33,7 @@ from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
-from flatout.measure.attach.learning import Learning
+from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
 from flatout.measure.attach.lines import (
     Line,
     LineTotals,
@@ -68,8 +67,8 @@ MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
-EARLY_STEP, SOME = 3, 64
-"""Step after which weights without an optimizer are noted, and values of each that are compared."""
+EARLY_STEP = 3
+"""Step after which weights without an optimizer are noted."""
 MIN_LINEARITY = 0.97
 """Least correlation of the memory with time in a growth that is steady and does not level off."""
 MIN_LOOKS = 12
@@ -141,7 +140,7 @@ class Follower:
         """The line that takes the step, and those that call the loop."""
         self._padding: list[float] = []
         self._early_gradients: dict[int, tuple[int, float | None]] = {}
-        """What `_gradients` returned in an early step."""
+        """What `gradients_of_all` returned in an early step."""
         self._graphs, self._lines, self._learning = Graphs(), LineTotals(), Learning()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
@@ -151,6 +150,7 @@ class Follower:
         for owner, name, before in (
             (nn.Module, "__call__", self._before_call),
             (nn.Module, "train", self._before_mode),
+            (nn.Module, "register_parameter", self._before_weights),
             (torch.autograd, "backward", partial(self._before_backward, True)),
             (torch.autograd, "grad", partial(self._before_backward, False)),
         ):
@@ -222,7 +222,7 @@ class Follower:
                     self.screening = Screening(lambda: fixed, limit_s=FIXED_DATA_S)
             self.stages.screening = self.screening
         if self.steps == EARLY_STEP:
-            self._early_gradients = _gradients()
+            self._early_gradients = gradients_of_all()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
         self._passes_in_evaluation_mode = self._has_loss = False
         if self._depth is None:
@@ -400,6 +400,11 @@ class Follower:
         self._is_changing_mode = True  # the modules in it follow
         return partial(setattr, self, "_is_changing_mode", False)
 
+    def _before_weights(self, *_: Any) -> None:
+        """Note weights that are created after the first steps."""
+        if self.steps >= EARLY_STEP and not self._is_off:
+            self._note_line("created")
+
     def _set_evaluating(self, is_evaluating: bool) -> None:
         if not is_evaluating:
             self.leave("evaluation")
@@ -533,8 +538,12 @@ class Follower:
             lines["step"] = self._above[0]
         if (origin := self._graphs.origin.line) is not None:
             lines["not-finite"] = origin
+        if (clip := self._learning.unclipped) is not None:
+            lines["unclipped"] = clip
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
         sites |= self._lines.sites(steps)
+        if self._lines.total("created") < (steps - EARLY_STEP) / 2:
+            sites.pop("created", None)  # once for all that follow
         matters = self.model is not None and mode_matters(self.model)
         update |= {} if self.model is None else model_facts(self.model)
         update |= {
@@ -552,7 +561,7 @@ class Follower:
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
             "sites": {**found.sites, **sites},
         }
-        update |= _wasted(self._early_gradients, self.model) | self._learning.found()
+        update |= wasted(self._early_gradients, self.model) | self._learning.found()
         return found.model_copy(update=update | _optimizer_facts(self._optimizers.optimizer))
 
 
@@ -607,45 +616,6 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
         way = "fused" if groups[0].get("fused") else way
     tensors = sum(len(group["params"]) for group in groups)
     return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
-
-
-def _gradients() -> dict[int, tuple[int, float | None]]:
-    """Return the numbers of all weights with gradients, and some values' sum, by identity.
-
-    The sum is None for those that an optimizer has. {} where no optimizer has any of them: it has
-    copies.
-    """
-    claimed: set[int] = set()
-    known: list[nn.Parameter] = []
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.optim.Optimizer):
-            claimed |= {id(weights) for group in one.param_groups for weights in group["params"]}
-        elif issubclass(type(one), nn.Parameter) and one.requires_grad and one.grad is not None:
-            known.append(one)
-    if not any(id(one) in claimed for one in known):
-        return {}
-    return {
-        id(one): (
-            one.numel(),
-            None if id(one) in claimed else float(one.detach().flatten()[:SOME].double().sum()),
-        )
-        for one in known
-    }
-
-
-def _wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None) -> dict[str, Any]:
-    """Return the share of the gradients that belong to weights which nothing updates.
-
-    Those have no optimizer, and the values that they had before, however others are updated. Those
-    of the model are named.
-    """
-    now = _gradients()
-    if not now or not before or model is None:
-        return {}
-    same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
-    share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())
-    names = tuple(name for name, each in model.named_parameters() if id(each) in same)
-    return {"wasted_gradients": share, "never_updated": names}
 
 
 def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

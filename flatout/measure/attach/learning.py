@@ -7,19 +7,25 @@ look.
 
 from __future__ import annotations
 
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replaced
+from flatout.measure.attach.lines import Line, user_frame
 
 EARLY_STEPS, LOOKS, LEAST = 2, 8, 5
 """Steps of an optimizer before the first look, steps with a look, and fewest that tell something:
@@ -74,7 +80,12 @@ class Learning:
         self._looks: WeakKeyDictionary[Optimizer, _Looks] = WeakKeyDictionary()
         self._steps = 0
         """Steps of all optimizers."""
+        self._clips: list[tuple[Line | None, Tensor]] = []
+        """The line and the norm of gradients that were clipped."""
+        clipping = ExitStack()
+        clipping.enter_context(replaced(nn.utils, "clip_grad_norm_", self._clipping))
         self._removes = [
+            clipping.close,
             register_optimizer_step_pre_hook(guarded(self._before_step)).remove,
             register_optimizer_step_post_hook(guarded(self._after_step)).remove,
         ]
@@ -99,6 +110,22 @@ class Learning:
                 one.is_cleared = not gradients
                 if gradients:
                     one.zeros.append(are_zero(gradients))
+
+    @property
+    def unclipped(self) -> Line | None:
+        """Where gradients are clipped when there are none, which never clips. None: nowhere."""
+        is_vain = len(self._clips) >= LEAST and not any(bool(norm) for _, norm in self._clips)
+        return self._clips[-1][0] if is_vain else None
+
+    def _clipping(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(plain)
+        def clip(*args: Any, **kwargs: Any) -> Tensor:
+            norm = plain(*args, **kwargs)
+            if self._removes and len(self._clips) < LOOKS:
+                self._clips.append((user_frame(sys._getframe(1)), norm.detach()))
+            return norm
+
+        return clip
 
     def found(self) -> dict[str, Any]:
         """Return what was seen of the worst optimizer, by the names in `Evidence`."""
@@ -171,6 +198,53 @@ class Learning:
             one.before = []
         one.had = [weights.grad for weights in one.weights]
         one.backwards, one.is_cleared, one.zeros = 0, False, []
+
+
+def gradients_of_all() -> dict[int, tuple[int, float | None]]:
+    """Return the numbers of all weights with gradients, and some values' sum, by identity.
+
+    The sum is None for those that an optimizer has. {} where no optimizer has any of them: it has
+    copies.
+    """
+    claimed: set[int] = set()
+    known: list[nn.Parameter] = []
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer):
+            claimed |= {id(weights) for group in one.param_groups for weights in group["params"]}
+        elif issubclass(type(one), nn.Parameter) and one.requires_grad and one.grad is not None:
+            known.append(one)
+    if not any(id(one) in claimed for one in known):
+        return {}
+    return {
+        id(one): (
+            one.numel(),
+            None if id(one) in claimed else float(one.detach().flatten()[:SOME].double().sum()),
+        )
+        for one in known
+    }
+
+
+def wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None) -> dict[str, Any]:
+    """Return the share of the gradients that belong to weights which nothing updates.
+
+    Those have no optimizer, and the values that they had before, however others are updated. Those
+    of the model are named, and of other models in training mode.
+    """
+    now = gradients_of_all()
+    if not now or not before or model is None:
+        return {}
+    same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
+    share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    parts = {id(part) for each in modules for part in each.children()}
+    roots = [each for each in modules if each.training and id(each) not in parts]
+    names = dict[int, str]()
+    for root in (model, *roots):
+        of = "" if root is model else f"{type(root).__name__}."
+        for name, each in root.named_parameters():
+            if id(each) in same:
+                names.setdefault(id(each), f"{of}{name}")
+    return {"wasted_gradients": share, "never_updated": tuple(names.values())}
 
 
 def _gradients(weights: list[Tensor]) -> list[Tensor]:

@@ -40,6 +40,11 @@ MOST_NODES = 512
 SOME = 64
 """Values of a gradient that are looked at first."""
 
+PRODUCT = re.compile("mm|onvolution")
+"""Nodes of matrix products and convolutions."""
+LEAST_UNUSED, ALMOST_ALL = 0.25, 0.95
+"""Share of the rows of a product that the loss does not use, and of its values: below, activation
+functions may be the reason."""
 HALF = 0.5
 """Part of a backward pass that computes gradients of weights, and not of their inputs."""
 
@@ -243,11 +248,13 @@ class Work:
 
     def _time(self, node: Any, kind: str, line: Line, forward_s: float) -> None:
         """Time a node's part of backward passes, and see whether its gradients are zero."""
-        start_s, first = 0.0, list[Line | None]()
+        start_s, unused, first = 0.0, 0.0, list[Line | None]()
+        is_product = PRODUCT.search(node.name())
 
         def before(gradients: Sequence[Tensor | None]) -> None:
-            nonlocal start_s
+            nonlocal start_s, unused
             guarded(self._look)(gradients, line, forward_s)
+            unused = (is_product and guarded(unused_share)(gradients[0])) or 0.0
             start_s = time.perf_counter()
 
         def after(*_: object) -> None:
@@ -260,11 +267,14 @@ class Work:
             first.append(None if torch.is_grad_enabled() else now.line)
             if line in self._zero:
                 self._zero[line] += seconds
+            if unused:
+                self.found.add("unused", line, unused * (forward_s + seconds))
 
         node.register_prehook(before)
         node.register_hook(after)
 
     def _look(self, gradients: Sequence[Tensor | None], line: Line, forward_s: float) -> None:
+        """See whether all gradients of a node are zero, and not only those of other nodes."""
         if line in self._not_zero:
             return
         given = [one for one in gradients if one is not None and one.numel()]
@@ -272,3 +282,19 @@ class Work:
             self._not_zero.add(line)
         else:
             self._zero[line] += forward_s
+
+
+def unused_share(gradient: Tensor | None) -> float:
+    """Return the share of a product's rows, or of nearly all of its values, with zero gradients.
+
+    0 where that is little, and where all are zero, which is not about the product.
+    Shapes: gradient_BND or (N, D): rows (N); of a convolution (B, D, ...), rows are places.
+    """
+    if gradient is None or gradient.dim() < 2 or gradient.is_sparse:
+        return 0.0
+    used = gradient != 0
+    rows = used.movedim(1, -1) if gradient.dim() > 2 else used
+    by_row = 1 - float(rows.any(-1).double().mean())
+    by_value = 1 - float(used.double().mean())
+    share = by_value if by_value >= ALMOST_ALL else by_row
+    return share if LEAST_UNUSED <= share < 1 else 0.0

@@ -25,6 +25,15 @@ GRADIENTS = [
         site="step",
     ),
     row(
+        "created-weights",
+        "Weights are created in each step, so that they never learn.",
+        lambda e: e.site("created") and "spoils",
+        "Each step creates weights at {site}: they are random every time, and no optimizer knows "
+        "them.",
+        "Create the module once, in __init__, before the optimizer gets model.parameters().",
+        site="created",
+    ),
+    row(
         "discarded-gradients",
         "Gradients are computed, and cleared before an optimizer uses them.",
         lambda e: (place := e.site("discarded")) and e.share(place.seconds_per_step, 0.1),
@@ -62,6 +71,16 @@ GRADIENTS = [
         "steps before it.",
         "Call optimizer.zero_grad() after each optimizer.step().",
         site="step",
+    ),
+    row(
+        "unclipped-gradients",
+        "Gradients are clipped when there are none.",
+        lambda e: e.site("unclipped") and "spoils",
+        "The gradients that {site} clips are all zero, or not there: those of the step are not "
+        "clipped.",
+        "Call clip_grad_norm_() between backward() and step().",
+        site="unclipped",
+        unless="cleared-gradients",
     ),
     row(
         "unlearned-weights",

@@ -594,6 +594,17 @@ ROWS = [
         site="softmax",
     ),
     row(
+        "unused-results",
+        "Much of the results of a product has no effect on the loss.",
+        lambda e: (place := e.site("unused")) and e.share(place.seconds_per_step, 0.1),
+        "{share:.0%} of each step computes results at {site} that the loss does not use: their "
+        "gradients are zero.",
+        "Take what the loss uses before the product: rows by hidden[mask], the diagonal of a @ b.T "
+        "by (a * b).sum(-1).",
+        site="unused",
+        unless="padding",
+    ),
+    row(
         "work-without-effect",
         "Results that nobody reads, or whose gradients are zero, are computed.",
         lambda e: (place := e.site("unread zero")) and e.share(place.seconds_per_step, 0.1),

@@ -247,6 +247,41 @@ def test_gradients_that_something_uses_are_not_discarded(found, loop):
     assert "discarded" not in found(loop)
 
 
+UNUSED = {
+    "places": ("out = head(net(images))", "step(out[32:].square().mean())"),
+    "ignored targets": (
+        "out = head(net(images))",
+        "step(F.cross_entropy(out, torch.tensor([1] + 63 * [-100])))",
+    ),
+    "a diagonal": (
+        "out = net(images) @ head.weight.new_ones(16, 64)",
+        "step(out.diagonal().mean())",
+    ),
+    "steps of a convolution": (
+        "out = F.conv1d(net(images)[None].mT, net.weight[:, :, None])",
+        "step(out[..., 40:].square().mean())",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "rest"), UNUSED.values(), ids=UNUSED)
+def test_results_of_products_that_the_loss_does_not_use_are_found(found, line, rest):
+    assert line in found(f"{line}\n{rest}\n")["unused"]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "step(head(net(images)).square().mean())",
+        "step(head(net(images).relu()).relu().mean())",
+        "step((net(images) @ net(images).T).tril().square().mean())",
+        "step(net(images)[4:].square().mean())",
+    ],
+)
+def test_what_the_loss_uses_for_the_most_part_is_not_unused(found, loop):
+    assert "unused" not in found(f"{loop}\n")
+
+
 def test_a_line_has_its_part_of_the_backward_pass():
     work = Work()
     recorder = CallRecorder(lambda: "other", work)

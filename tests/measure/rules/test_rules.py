@@ -92,7 +92,10 @@ cpu:
   cpu-by-mistake: {machine: GPU}
   cpu-threads: {threads: 1}
   decomposition: {kernels: [{kind: decomposition, seconds: 0.02}]}
+  created-weights: {site: created}
   discarded-gradients: {site: discarded}
+  unclipped-gradients: {site: unclipped}
+  unused-results: {site: unused}
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}

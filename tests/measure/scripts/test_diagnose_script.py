@@ -64,6 +64,12 @@ FAULTS = {
     },
     "square": {"inside": "loss = loss + (model(inputs)[:, :1] - inputs[:, 0]).abs().mean()"},
     "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
+    "created": {"inside": "loss = loss + nn.Linear(64, 1)(model(inputs)).mean()"},
+    "unclipped": {"inside": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
+    "other module": {
+        "before": "scale = nn.Linear(64, 64)",
+        "inside": "loss = loss + model(scale(inputs)).square().mean()",
+    },
     "uncleared": {"before": "optimizer.zero_grad = lambda: None"},
     "copies": {
         "before": "copied = copy.deepcopy(model)\n"
@@ -93,6 +99,9 @@ NAMED = {
     "teacher": ("wasted-gradients", "loss.backward()"),
     "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
+    "created": ("created-weights", "nn.Linear(64, 1)"),
+    "unclipped": ("unclipped-gradients", "clip_grad_norm_"),
+    "other module": ("unlearned-weights", None),
     "uncleared": ("uncleared-gradients", "optimizer.step()"),
     "copies": ("cleared-gradients", "optimizer.step()"),
     "operator": ("slow-code", "found.append(row)"),  # the next call
