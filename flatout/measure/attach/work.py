@@ -40,7 +40,7 @@ MOST_NODES = 512
 SOME = 64
 """Values of a gradient that are looked at first."""
 
-PRODUCT = re.compile("mm|onvolution")
+PRODUCT = re.compile("[Mm]m|onvolution")
 """Nodes of matrix products and convolutions."""
 LEAST_UNUSED, ALMOST_ALL = 0.25, 0.95
 """Share of the rows of a product that the loss does not use, and of its values: below, activation
