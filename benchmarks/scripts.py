@@ -44,7 +44,7 @@ PARTS = ("diagnose", "loops", "tune")
 LIMIT_S = 1200.0
 """Seconds after which a command is ended."""
 NOT_COUNTED = "busy-machine"
-BY_NAME_ONLY = ("tiny-kernels", "memory-bound", "unstable-training")
+BY_NAME_ONLY = ("tiny-kernels", "memory-bound")
 """Findings whose line is not a cause by itself."""
 LOOP_KEYS = ("fault", "healthy", "set")
 NAMED_TARGET, LOOPS_TARGET, GAIN_TARGET = 0.9, 0.85, 1.8
