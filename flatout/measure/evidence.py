@@ -65,6 +65,19 @@ MIN_SHARED_GIB = 0.1
 """Least shared memory with which workers are advised. Containers have 64 MiB if none is stated."""
 
 
+LINES = {
+    "data_wait": "data",
+    "forward": "compute",
+    "compute": "compute",
+    "other": "own",
+    "checkpoint": "save",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "evaluation": "evaluation",
+}
+"""Phases of a rank's own work, and the kinds of lines at which they spend their time."""
+
+
 def typical(values: Sequence[float]) -> float | None:
     """Return the median of a metric's records without the first, which includes the warm-up."""
     return float(median(values[1:] if len(values) > 1 else values)) if len(values) else None
@@ -98,6 +111,17 @@ class CallSite(Stored):
         """Return `file:line: text`, and the line that calls it if that is known."""
         called = f" (called at {self.caller.describe()})" if self.caller else ""
         return self.place + (f": {self.text}" if self.text else "") + called
+
+
+class Growth(Stored):
+    """What grows steadily from step to step."""
+
+    first: float
+    """The median of the first third of the steps."""
+    last: float
+    """That of the last third."""
+    per_1000: float
+    """The growth in 1,000 steps."""
 
 
 class KernelRow(Stored):
@@ -161,7 +185,8 @@ class Evidence(Stored):
     notes: tuple[str, ...] = ()
     """What could not be measured, and why, and damaged files. Shown to the user."""
     machine_lines: tuple[tuple[str, str], ...] = ()
-    """What was found on the machine when no run was asked for, as a name and a text."""
+    """What was found on the machine when no run was asked for, and the time of each rank, as a name
+    and a text."""
 
     steps: Count = None
     """Steps that the numbers are averages of."""
@@ -231,6 +256,23 @@ class Evidence(Stored):
     empty_cache: Number = None
     """Calls of `torch.cuda.empty_cache()` in a step. On a CPU they do nothing but count."""
     empty_cache_s: Number = None
+    gradient_syncs: Number = None
+    """Backward passes of a step after which the ranks reduce their gradients."""
+    waiting_s: Number = None
+    """Seconds of a step for which a rank waits for the slowest one, on average of all ranks."""
+    transfer_s: Number = None
+    """Seconds of a step for which the slowest rank waits: those of the transfer."""
+    slowest: Count = None
+    """The rank that is the slowest most often."""
+    slowest_phase: str = ""
+    """The phase, as in `course.PHASES`, that takes the slowest rank longer than the others."""
+    slowest_size: float = 1.0
+    """How many times as many elements the inputs of the slowest rank have."""
+    course: Sequence[Sequence[float]] = ()
+    """What equally many successive steps took, by `course.COLUMNS`."""
+    grows: Mapping[str, Growth] = {}
+    """The columns of the course that grow steadily."""
+
     collections: Number = None
     """Runs of Python's garbage collector in a step, of any generation."""
     recompiles: Number = None
@@ -253,7 +295,7 @@ class Evidence(Stored):
     rows_that_fit: Count = None
     """Most rows per micro-batch that fit by the estimate. 0 when not even one does."""
     growth_bytes: Number = None
-    """Memory that each step adds, where it grows steadily. 0 means it does not."""
+    """Memory that each step adds, where it grows steadily by much. 0 means it does not."""
     kept_graphs: Number = None
     """Share of the last steps' graphs that are still in memory."""
     kept_by: str = "a variable"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,17 @@ def usage_now() -> Usage:
         read(_IO, r"^read_bytes: (\d+)$"),
         None if stalled_us is None else 1e-6 * stalled_us,
     )
+
+
+def used_mib(pids: Iterable[int]) -> list[float]:
+    """Return the memory in use on the GPU, in this process, and alone in some others.
+
+    Those share pages with this one, and each gets a copy of a page to which it writes.
+    """
+    used = [torch.cuda.memory_allocated(), psutil.Process().memory_info().rss, 0]
+    with suppress(psutil.Error):  # they have ended
+        used[2] = sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
+    return [one / 2**20 for one in used]
 
 
 def gpu_facts(machine: Machine, device: str) -> dict[str, Any]:

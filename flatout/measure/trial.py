@@ -35,6 +35,7 @@ from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
 from flatout.hardware.machine import BUSY_CORES, CpuTimes, usable_cores
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import SEEN, SO_FAR, Answer, Request, Timing
+from flatout.measure.course import compared
 from flatout.measure.evidence import Failure, FailureKind
 from flatout.measure.scripts.changes import CHANGES, PASSIVE, states_waits
 from flatout.progress import Progress
@@ -250,9 +251,17 @@ def run_command(
         try:
             has_ended = _wait(process, request, grace_s, limit_s, note)
             code = process.poll()
+        except KeyboardInterrupt:  # the script got it as well, and answers
+            if is_captured or not request.measures:
+                raise
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S / 2)
+            has_ended, code = True, None
+            if joined(own, answer.name) is None:
+                raise
         finally:
             end_all(process)
-        found = answer_in(answer) or answer_in(own / f"{answer.name}{SO_FAR}")
+        found = joined(own, answer.name)
         if found is None:
             seen = Path(request.answer + SEEN).exists()
             found = Answer(problem=None if seen else NOT_IMPORTED)
@@ -266,6 +275,23 @@ def answer_in(path: Path) -> Answer | None:
     with suppress(OSError, ValidationError):
         return Answer.model_validate_json(path.read_bytes())
     return None
+
+
+def joined(folder: Path, name: str) -> Answer | None:
+    """Return the answer of rank 0, or of the first one that took steps, with what compares all.
+
+    Of several failures the first one counts: others fail because of it. None: there is no answer.
+    """
+    places = sorted(folder.glob(f"{name}*"), key=lambda path: path.stat().st_mtime_ns)
+    every = [one for place in places if (one := answer_in(place)) is not None]
+    every.sort(key=lambda one: not one.steps)  # what has started the ranks takes none
+    if not every:
+        return None
+    known = {one.rank: one for one in every if one.steps} or {0: every[0]}
+    measured = {rank: e for rank in sorted(known) if (e := known[rank].evidence) is not None}
+    first, failure = known[min(known)], next((one.failure for one in every if one.failure), None)
+    evidence = first.evidence and compared(measured)
+    return first.model_copy(update={"failure": failure, "evidence": evidence})
 
 
 def _wait(
@@ -284,10 +310,8 @@ def _wait(
             note(news.note)
         if not is_answered and path.exists():
             is_answered, answer = True, Answer.model_validate_json(path.read_bytes())
-            found = answer.evidence
-            is_one = found is None or found.world_size == 1  # rank 0 waits, and so do the others
             # without steps it cannot attach
-            has_steps = is_one and (answer.steps > 0 or answer.failure is not None)
+            has_steps = answer.steps > 0 or answer.failure is not None
             # one that ends by itself has its exit code
             wait_s = grace_s if answer.is_complete else max(grace_s, GRACE_S)
             end_s = time.monotonic() + (wait_s if has_steps else 0.0)

@@ -61,7 +61,7 @@ def diagnose(
         int | None, Option("Of a script: steps to measure, instead of --seconds.", min=1)
     ] = None,
     to_the_end: Annotated[
-        bool, Option("Of a script: let it run to its end after the measurement.")
+        bool, Option("Of a script: let it run to its end, and measure all of it.")
     ] = False,
     *,
     script: Sequence[str] = (),

@@ -23,13 +23,14 @@ from flatout.measure.attach.apply import Models, apply, keep_linked, replace
 from flatout.measure.attach.follower import Follower
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.hooks import observing
-from flatout.measure.attach.request import SEEN, SO_FAR, Request
+from flatout.measure.attach.request import LAST, RANK, SEEN, SO_FAR, Request
 from flatout.measure.attach.screening import Screening, Switches
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
 from flatout.measure.attach.switches import switched
-from flatout.measure.attach.timing import Steps, StepTimer, end_script, reply
+from flatout.measure.attach.timing import Steps, StepTimer, end_script, ranks, reply
 from flatout.measure.scripts.changes import CHANGES
+from flatout.storage.files import write_text
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
@@ -41,6 +42,7 @@ class Attachment:
 
     def __init__(self, request: Request) -> None:
         self._request, self._process = request, os.getpid()
+        self._last = Path(request.answer + LAST)
         self._sites = Sites()
         self._sites.install()
         self._loop = Follower(
@@ -64,12 +66,13 @@ class Attachment:
         atexit.register(guarded(self.answer))
 
     def answer(self, *, is_complete: bool = False) -> None:
-        """Write what was measured, once. Only the process that takes the steps writes."""
+        """Write what was measured, once. Only a process that takes steps writes, or that fails."""
         loop, error = self._loop, getattr(sys, "last_value", None)  # set when an error ends it
-        if self._is_done or os.getpid() != self._process or loop.rank:
+        if self._is_done or os.getpid() != self._process:
             return
         stages, found = loop.stages, dict[str, Any]()
-        if stages is None and error is None:
+        # what has started the ranks fails when one has failed, or is ended after their answers
+        if stages is None and (error is None or Path(self._place).exists()):
             return
         self._is_done = True
         if stages is not None and self._request.recording is not None:
@@ -81,7 +84,13 @@ class Attachment:
         elif error is None:
             return
         loop.end()
-        reply(self._request, loop.steps, is_complete=is_complete, **found)
+        reply(self._place, loop.steps, is_complete=is_complete, **found)
+
+    @property
+    def _place(self) -> str:
+        """The file for the answer of this rank."""
+        rank, _ = ranks()
+        return self._request.answer + f"{RANK}{rank}" * (rank > 0)
 
     def _found(self) -> dict[str, Any]:
         """Return what was measured before changes were screened, and what they gain."""
@@ -108,20 +117,32 @@ class Attachment:
 
     def _tell(self, note: str) -> None:
         """Write what was found so far: the script may not survive the next step."""
-        so_far = self._request.model_copy(update={"answer": self._request.answer + SO_FAR})
-        reply(so_far, self._loop.steps, note=note, **self._found())
+        reply(self._place + SO_FAR, self._loop.steps, note=note, **self._found())
 
     def _after_step(self, goes_on: bool) -> None:
-        if not goes_on or self._loop.steps == self._request.steps:
+        request, steps, last = self._request, self._loop.steps, self._last
+        ends = int(last.read_text(encoding="ascii")) if last.exists() else request.steps
+        if not goes_on or steps == ends:
             self.answer(is_complete=True)
-        if self._is_done and not self._request.to_the_end:
-            end_script(is_one_of_several=self._loop.world_size > 1)
+        if self._is_done and not request.to_the_end:
+            end_script(is_one_of_several=False)  # the others end, too
 
     def _is_enough(self, stages: Stages) -> bool:
-        """Return whether the ordinary steps are enough for averages."""
-        done, seconds = stages.ordinary, self._request.seconds
-        least = fewest(MIN_MEASURED, done.steps, done.seconds)
-        return self._request.steps is None and done.steps >= least and done.seconds >= seconds
+        """Return whether the ordinary steps are enough for averages.
+
+        Ranks end after the same step, whose number rank 0 writes: no other is two steps ahead.
+        """
+        done, request, loop = stages.ordinary, self._request, self._loop
+        if request.to_the_end:
+            if not loop.steps & (loop.steps - 1):  # a power of two
+                self._tell("")
+                self._known = {}
+            return False
+        is_enough = request.steps is None and done.seconds >= request.seconds
+        is_enough &= done.steps >= fewest(MIN_MEASURED, done.steps, done.seconds)
+        if is_enough and loop.world_size > 1 and not (loop.rank or self._last.exists()):
+            write_text(self._last, str(loop.steps + 2))
+        return is_enough and loop.world_size == 1
 
 
 def attach(path: str) -> None:
@@ -143,7 +164,7 @@ def attach(path: str) -> None:
     if request.timing is not None:
         StepTimer(request, failed)
     else:
-        atexit.register(reply, request, 0, failed=failed)
+        atexit.register(reply, request.answer, 0, failed=failed)
 
 
 def _end_with(parent: int) -> None:

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flatout.config.registry import is_user_code
-from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.gathering import gathered
@@ -43,15 +41,21 @@ from flatout.measure.attach.lines import (
     user_frame,
     user_lines,
 )
-from flatout.measure.attach.recorder import Graphs, keeper_of_graphs, own_lines, padding_of
+from flatout.measure.attach.recorder import (
+    Graphs,
+    keeper_of_graphs,
+    own_lines,
+    padding_of,
+)
 from flatout.measure.attach.request import Recording
 from flatout.measure.attach.screening import Screening
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
 from flatout.measure.attach.switches import Script
-from flatout.measure.attach.timing import Steps, loss_in, roots_of
+from flatout.measure.attach.timing import Steps, loss_in, ranks, roots_of
+from flatout.measure.course import WORK, Course
 from flatout.measure.evidence import MIN_SAVES, CallSite, Evidence, Failure
-from flatout.measure.host import host_facts
+from flatout.measure.host import host_facts, used_mib
 from flatout.training.metrics.device import process_peak_bytes
 from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.metrics.readback import DelayedReadback
@@ -63,16 +67,10 @@ FEW_STEPS = 5
 """With fewer ordinary steps, averages mean nothing, unless the steps are long."""
 MOST_KEPT = 20_000
 """Losses that are kept: the last ones."""
-MEMORY_EVERY_S = 0.05
-"""Time between two looks at the memory."""
-MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
-"""Growth below which it is noise: in bytes, and as a share of what is in use."""
+MEMORY_EVERY_S, PART = 0.05, 100
+"""Least time between two looks at the memory, and how many times as long as a look it is."""
 EARLY_STEP = 3
 """Step after which weights without an optimizer are noted."""
-MIN_LINEARITY = 0.97
-"""Least correlation of the memory with time in a growth that is steady and does not level off."""
-MIN_LOOKS = 12
-"""Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
 SITED_STEPS = 3
@@ -142,9 +140,10 @@ class Follower:
         self._early_gradients: dict[int, tuple[int, float | None]] = {}
         """What `gradients_of_all` returned in an early step."""
         self._graphs, self._lines, self._learning = Graphs(), LineTotals(), Learning()
-        self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
-        """Steps, and the memory in use after them, in bytes."""
-        self._looked_s = 0.0
+        self._course, self._grown = Course(), ""
+        self._size = self._reduced = 0
+        """Of this step: elements of the inputs, and passes after which gradients are reduced."""
+        self._used, self._next_look_s = list[float](), 0.0
         self._has_anomaly_detection = self._in_autocast = False
         self._installed = stack = ExitStack()
         for owner, name, before in (
@@ -181,7 +180,7 @@ class Follower:
         if self.stages is None and not self._is_off:
             self._is_off = True  # unless all of this works
             self.rank, self.world_size = ranks()
-            if self.rank:
+            if self.rank and (self._source == "watched loop" or self._recording is not None):
                 return False
             self._timer, stack = PhaseTimer(), self._installed
             self._hooks = Hooks(self._timer)
@@ -200,7 +199,16 @@ class Follower:
             self._is_off = False
         return not self._is_off and self._timer.thread == threading.get_ident()
 
-    def _count(self) -> None:
+    def _count(self, seconds: float) -> None:
+        assert self.stages is not None
+        now_s = time.perf_counter()
+        if now_s >= self._next_look_s:
+            self._used = used_mib(self._hooks.pids)
+            took_s = time.perf_counter() - now_s
+            self._next_look_s = now_s + max(MEMORY_EVERY_S, PART * took_s)
+        is_special, spent = self.stages.name != "ordinary", self._timer.seconds
+        phases = (spent.get(name, 0.0) for name in WORK)
+        self._course.add(is_special, seconds, self._size, self._reduced, *self._used, *phases)
         self.steps += 1
         self._read_logged()
 
@@ -217,7 +225,7 @@ class Follower:
 
                 self.run = FlatoutsRun.above(sys._getframe(1), self.stages, self._on_phase)
                 self.base = BASE if self.run is None else None
-                if self.run is not None and self._is_trial:
+                if self.run is not None and self._is_trial and self.world_size == 1:
                     fixed = {"synthetic-data": self.run.fixed_data}
                     self.screening = Screening(lambda: fixed, limit_s=FIXED_DATA_S)
             self.stages.screening = self.screening
@@ -232,9 +240,11 @@ class Follower:
     def _next_step(self) -> bool:
         """End the step before, and start one. False: the measurement is over."""
         assert self.stages is not None
-        self._look_at_memory(self.stages)
         self._timer.leave_if_open(BASE)
         goes_on = self.stages.start_step()
+        self._size = self._reduced = 0
+        if self.steps and not self.steps & (self.steps - 1):  # a power of two
+            self._grown = guarded(self._graphs.grown)(sys._getframe(1)) or ""
         if self.base is not None:
             self._timer.enter(self.base)
         return goes_on
@@ -349,6 +359,8 @@ class Follower:
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the rows of a forward pass, and in the first steps its padding."""
+        sizes = (one.numel() for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        self._size += max(sizes, default=0)
         if torch._C._functorch.maybe_current_level() is None:
             self._rows = _rows_of(args, kwargs)
         if self.steps < PADDED_STEPS:
@@ -429,14 +441,26 @@ class Follower:
         if self._sites is not None and self.steps < SITED_STEPS:
             self._sites.note_backward(sys._getframe(1))
         self._learning.before_backward(is_plain=adds)
+        if self.world_size > 1 and roots[0].requires_grad:
+            roots[0].register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            if adds and not self._optimizers.has_others:  # whose passes may be of other models
+                self._reduced += getattr(self.model, "require_backward_grad_sync", False)
         self._note_loss(roots)
         if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
             self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
         if self.run is not None:  # it states its phases
-            return None
+            return partial(self.leave, "communication")
         self.leave("evaluation")
         self.enter("backward")
         return partial(self.leave, "backward")
+
+    def _on_gradient(self, _: Tensor) -> None:
+        """Start waiting for other ranks when the rest of a backward pass is done.
+
+        Callbacks run in order, and those that wait are queued after the first gradient.
+        """
+        wait = partial(self.enter, "communication")
+        guarded(torch.autograd.Variable._execution_engine.queue_callback)(wait)
 
     def _note_loss(self, roots: list[Tensor]) -> None:
         if self.stages is not None and self.stages.recording is not None:
@@ -452,16 +476,6 @@ class Follower:
             self._graphs.mark(loss)
         if not self._logs_itself:
             self._log({"loss": loss}, self.steps + 1)
-
-    def _look_at_memory(self, stages: Stages) -> None:
-        now_s = time.perf_counter()
-        if now_s - self._looked_s < MEMORY_EVERY_S or stages.name != "ordinary":
-            return
-        self._looked_s = now_s
-        used = (
-            torch.cuda.memory_allocated() if stages.on_gpu else psutil.Process().memory_info().rss
-        )
-        self._memory.append((self.steps, used))
 
     def evidence(self) -> Evidence:
         """Return what has been measured so far.
@@ -528,7 +542,7 @@ class Follower:
         if kept_graphs := self._graphs.kept():
             update["kept_by"] = guarded(keeper_of_graphs)(sys._getframe(1)) or "a variable"
         update["kept_graphs"] = kept_graphs
-        update["grown"] = guarded(self._graphs.grown)(sys._getframe(1)) or ""
+        update["grown"] = guarded(self._graphs.grown)(sys._getframe(1)) or self._grown
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}
@@ -554,15 +568,15 @@ class Follower:
             "autocast": self._in_autocast,
             "tf32": torch.get_float32_matmul_precision() != "highest",
             "anomaly_detection": self._has_anomaly_detection,
-            "growth_bytes": _growth([*self._memory]),
             "padding": statistics.fmean(self._padding) if self._padding else None,
             "dataset": self._hooks.dataset,
             "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
-            "sites": {**found.sites, **sites},
         }
+        update |= self._course.found()
         update |= wasted(self._early_gradients, self.model) | self._learning.found()
-        return found.model_copy(update=update | _optimizer_facts(self._optimizers.optimizer))
+        update |= _optimizer_facts(self._optimizers.optimizer)
+        return found.model_copy(update=update | {"sites": {**found.sites, **sites}})
 
 
 def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
@@ -632,29 +646,6 @@ def mode_matters(model: nn.Module) -> bool:
         for module in model.modules()
         if hasattr(type(module).forward, "__code__")
     )
-
-
-def _growth(memory: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that each step adds. 0 unless they grow steadily, None if unknown."""
-    if len(memory) < MIN_LOOKS:
-        return None
-    (step, first), (last_step, last) = memory[0], memory[-1]
-    least = max(MIN_GROWTH_BYTES, MIN_GROWTH * first)
-    some = [used for _, used in memory[:: len(memory) // 100 + 1]]
-    if last - first < least or statistics.correlation(range(len(some)), some) < MIN_LINEARITY:
-        return 0.0
-    return (last - first) / max(last_step - step, 1)
-
-
-def ranks() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes, by torch or the environment."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    try:
-        stated = stated_ranks()
-    except ConfigError:  # another launcher's variables
-        return 0, 1
-    return stated.rank, stated.world_size
 
 
 def device_of(model: torch.nn.Module | None) -> str:

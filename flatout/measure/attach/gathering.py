@@ -65,7 +65,9 @@ def phases(stages: Stages, periodic_s: Mapping[str, float | None]) -> dict[str, 
         step_s = stages.step_s - compile_s
         return found | (step_on_gpu(trace, step_s, host) if trace else {})
     found |= {"optimizer_s": host.get("optimizer", 0.0), "compute_s": compute_s}
-    found |= {f"{name}_s": host[name] for name in ("copy", "logging") if name in host}
+    found |= {
+        f"{name}_s": host[name] for name in ("copy", "logging", "communication") if name in host
+    }
     if trace is not None and not stages.has_compiled:
         found |= compute_on_cpu(trace, compute_s)
     step_s = stages.step_s + sum(filter(None, periodic_s.values()))

@@ -87,6 +87,8 @@ class Hooks:
         """Processes of the last DataLoader that the loop waited for. None means there was none."""
         self.dataset: str | None = None
         """What it reads, as in `Evidence`."""
+        self.pids: list[int] = []
+        """The processes."""
         self.pinned = True
         """Whether its batches are pinned."""
         self.read: tuple[Callable[[], Any], Any] = (lambda: None, None)
@@ -151,6 +153,7 @@ class Hooks:
         if hasattr(batches, "_num_workers"):
             self.workers, self.dataset = batches._num_workers, rows_of(batches._dataset)
             self.pinned = batches._pin_memory
+            self.pids = [worker.pid for worker in getattr(batches, "_workers", ())]
             with suppress(TypeError):  # a list cannot be referred to, and is in memory anyway
                 self.read = weakref.ref(batches._dataset), batches._collate_fn
 

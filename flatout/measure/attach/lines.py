@@ -54,6 +54,7 @@ LOOP = str(PACKAGE_DIR / "training" / "loop.py")
 KINDS = {
     "data_wait": "data",
     "copy": "copy",
+    "communication": "communication",
     "compute": "compute",
     "forward": "compute",
     "backward": "backward",
@@ -143,8 +144,16 @@ def failure_of(error: BaseException, step: int) -> Failure:
     kind = next((FAILURES[name] for name in names if name in FAILURES), "error")
     first = (str(error).strip().splitlines() or [""])[0][:LONGEST]
     message, fix = f"{type(error).__name__}: {first}".rstrip(": "), None
-    if isinstance(error, FlatoutError):
+    if hasattr(error, "get_first_failure"):  # torchrun's
+        rank, ended = error.get_first_failure()
+        message = f"Rank {rank} ended with exit code {ended.exitcode}"
+    elif isinstance(error, FlatoutError):
         message, fix = error.what, error.fix
+    elif "out of shared memory" in first or "</torch_" in first:
+        fix = (
+            "Start the container with --shm-size=8g: /dev/shm, through which worker processes "
+            "send batches, is too small. Or use num_workers=0."
+        )
     elif isinstance(error, ModuleNotFoundError):
         message = f"The package {error.name} is not installed."
         fix = f"Install it: `pip install {(error.name or '').partition('.')[0]}`."

@@ -12,9 +12,10 @@ ENDED = "the script ended with it"
 """Why a change has no gain that was on when the script ended."""
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that `diagnose` measures."""
-SEEN, SO_FAR = ".seen", ".so-far"
+SEEN, SO_FAR, RANK, LAST = ".seen", ".so-far", ".rank-", ".last"
 """Added to the name of the answer's file: it exists once the script has imported torch; it has the
-answer while changes are screened."""
+answer while changes are screened or a run is followed; it is that of another rank than 0; it has
+the step after which all ranks end."""
 
 
 class Timing(Stored):
@@ -86,7 +87,7 @@ class Request(Stored):
     steps: int | None = None
     """Steps, the warm-up included, after which the measurement ends. None means by the seconds."""
     to_the_end: bool = False
-    """Whether the script runs on after that."""
+    """Whether the script runs to its end, and without `steps` also its measurement."""
     changes: tuple[str, ...] = ()
     """Names of the changes to apply."""
     timing: Timing | None = None
@@ -153,6 +154,8 @@ class Answer(Stored):
     once: dict[str, float] = Field({})
     """Of flatout's own training: seconds that a `save` blocks it, and `score` for each token of an
     evaluation, and `steps`: those before its data were replaced."""
+    rank: int = 0
+    """The rank that answers."""
     steps: int = 0
     """Steps that were seen."""
     step_s: list[float] = Field([])

@@ -102,7 +102,7 @@ class Stages:
         timer: PhaseTimer,
         device: str,
         *,
-        on_step: Callable[[], object],
+        on_step: Callable[[float], object],
         recorded_steps: int,
         is_enough: Callable[[Stages], bool],
         recording: Recording | None,
@@ -200,7 +200,7 @@ class Stages:
         totals = {"warm-up": self.warm, "ordinary": self.ordinary}.get(self.name, self.special)
         totals.add(seconds, self.timer)
         self.sampled_steps += self.sampler is not None and self.sampler.is_running
-        self._on_step()
+        self._on_step(seconds)
         self.timer.reset()
         return True
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.distributed.rendezvous import stated_ranks
+from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB
 from flatout.measure.attach.apply import replace
 from flatout.measure.attach.guard import guarded
@@ -132,7 +133,7 @@ class StepTimer:
         self._is_complete = self._is_enough(now_s)
         if self._is_complete:
             self.answer()
-            end_script(is_one_of_several=stated_ranks().world_size > 1)
+            end_script(is_one_of_several=ranks()[1] > 1)
 
     def _end_warmup(self, now_s: float) -> None:
         """End the warm-up if it was long enough, and its last step compiled nothing."""
@@ -166,7 +167,7 @@ class StepTimer:
 
     def answer(self) -> None:
         """Write what was measured, once."""
-        if not self._marks or os.getpid() != self._process or stated_ranks().rank:
+        if not self._marks or os.getpid() != self._process or ranks()[0]:
             return
         peak = process_peak_bytes()
         if self._on_gpu():
@@ -174,7 +175,7 @@ class StepTimer:
             peak = torch.cuda.max_memory_allocated()
         step_s, (wall_s, own_s) = self._step_s(), self._clock.until(Clock.now())
         reply(
-            self._request,
+            self._request.answer,
             len(self._marks),
             step_s=step_s,
             warmup_steps=len(step_s) if self._warmup is None else self._warmup,
@@ -193,13 +194,28 @@ class StepTimer:
         self._marks = []
 
 
-def reply(request: Request, steps: int, **found: Any) -> None:
-    """Write the answer to a request, with the error that ends the script, if there is one."""
+@cache
+def ranks() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, by torch or the environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        stated = stated_ranks()
+    except ConfigError:  # another launcher's variables
+        return 0, 1
+    return stated.rank, stated.world_size
+
+
+def reply(place: str, steps: int, **found: Any) -> None:
+    """Write an answer to a file, with the error that ends the script, if there is one."""
     error = getattr(sys, "last_value", None)
-    failure = None if error is None else failure_of(error, steps)
-    answer = Answer(steps=steps, failure=failure, **found)
+    rank, size = ranks()
+    failure = failure_of(error, steps) if isinstance(error, Exception) else None
+    if failure and size > 1:
+        failure = failure.model_copy(update={"message": f"Rank {rank}: {failure.message}"})
+    answer = Answer(rank=rank, steps=steps, failure=failure, **found)
     with suppress(OSError):  # the command has ended, and has removed its directory
-        write_text(Path(request.answer), answer.model_dump_json())
+        write_text(Path(place), answer.model_dump_json())
 
 
 def first_weights(optimizer: Any) -> Any:

@@ -177,7 +177,7 @@ def of_script(
     if code:
         how = f"failed with exit code {code}"
     elif to_the_end or code == 0:
-        how = "ran to its end"
+        how = "was interrupted" if code is None else "ran to its end"
     about = (*found.about, ("Script", how))
     fails = any(one.harm == "fails" for one in found.findings)
     return {"about": about, "next": None if fails else f"`flatout tune -- {shlex.join(script)}`"}

@@ -49,6 +49,13 @@ def recomputing(evidence: Evidence, _: float) -> Remedy:
     return is_off(evidence, "checkpointing") and (text, {"speedups": "+checkpointing"})
 
 
+def shorter(evidence: Evidence, _: float) -> Remedy:
+    """Return the remedy for a container that grows."""
+    return evidence.grown and (
+        "Look at {e.grown}, which gets items in each step: keep the last ones, or a running value."
+    )
+
+
 COSTLY = 0.3
 """Share of the step from which work without weights is a finding."""
 COSTLY_ADVICE = (
@@ -176,9 +183,15 @@ ROWS = [
     row(
         "communication",
         "Processes wait for each other's gradients or weights.",
-        lambda e: e.world_size > 1 and e.share(e.communication_s, 0.15),
+        lambda e: (
+            e.world_size > 1
+            and e.share(e.communication_s if e.transfer_s is None else e.transfer_s, 0.15)
+        ),
         "{share:.0%} of each step waits for communication between {e.world_size} processes.",
         "Accumulate more micro-batches per step, so that gradients travel less often.",
+        site="communication",
+        shows="waiting_s transfer_s",
+        unless="accumulation-sync",
     ),
     row(
         "compile-failure",
@@ -405,7 +418,7 @@ ROWS = [
         # the history of LBFGS grows to its length
         lambda e: (e.growth_bytes or 0.0) > 0 and e.optimizer != "LBFGS" and "warns",
         "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return.",
-        lambda e, _: e.grown and "Look at {e.grown}, which grows with the steps.",
+        shorter,
         "Look for a list, a cache or an attribute that grows in the loop.",
         unless="growing-memory",
     ),

@@ -84,6 +84,12 @@ def failed(kind, **more):
 
 CASES = yaml.safe_load("""
 cpu:
+  accumulation-sync: {gradient_syncs: 4.0, transfer_s: 0.01, world_size: 2, site: communication}
+  growing-steps: {grows: {seconds: {first: 0.05, last: 0.09, per_1000: 0.1}}, site: data}
+  slow-rank: {waiting_s: 0.03, transfer_s: 0.001, slowest: 1, slowest_phase: other, world_size: 2,
+    site: rank}
+  workers-memory: {grows: {workers: {first: 50.0, last: 90.0, per_1000: 30.0}}, workers: 2,
+    site: rows}
   anomaly-detection: {anomaly_detection: true, site: anomaly}
   broadcast-loss: {site: broadcast}
   busy-machine: {other_busy_cores: 3.0}
