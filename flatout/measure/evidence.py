@@ -268,7 +268,7 @@ class Evidence(Stored):
     """The phase, as in `course.PHASES`, that takes the slowest rank longer than the others."""
     slowest_size: float = 1.0
     """How many times as many elements the inputs of the slowest rank have."""
-    course: Sequence[Sequence[float]] = ()
+    course: Sequence[Sequence[float]] = []
     """What equally many successive steps took, by `course.COLUMNS`."""
     grows: Mapping[str, Growth] = {}
     """The columns of the course that grow steadily."""

@@ -95,7 +95,7 @@ def test_ranks_that_are_slow_in_turns_wait_for_each_other():
         {0: rank(0.04)},
         {0: rank(0.0), 1: rank(0.0)},
         {0: rank(0.04), 1: rank(0.01, steps=6)},
-        {0: rank(0.04), 1: rank(0.01).model_copy(update={"course": ()})},
+        {0: rank(0.04), 1: rank(0.01).model_copy(update={"course": []})},
     ],
 )
 def test_ranks_without_waits_or_steps_in_which_all_were_ordinary_are_not_compared(ranks):
