@@ -103,7 +103,8 @@ def compared(ranks: Mapping[int, Evidence]) -> Evidence:
     means = (rows[one].mean(0).tolist() for one in (is_slow, ~is_slow))
     own, rest = (dict(zip(COLUMNS, one, strict=True)) for one in means)
     phase = max(LINES, key=lambda name: own[name] - rest[name])
-    rank = [*ranks][is_slow.sum(0).argmax()]
+    at = is_slow.sum(0).argmax()
+    rank, sizes = [*ranks][at], rows[..., COLUMNS.index("size")].mean(0)
     own_s = zip(ranks, (rows[..., 1] - waits).mean(0), strict=True)
     each = ", ".join(f"{one}: {milliseconds(s)}" for one, s in own_s)
     update = {
@@ -113,6 +114,6 @@ def compared(ranks: Mapping[int, Evidence]) -> Evidence:
         "transfer_s": own["communication"],
         "slowest": rank,
         "slowest_phase": phase,
-        "slowest_size": own["size"] / (rest["size"] or math.inf),
+        "slowest_size": float(sizes[at] / (np.delete(sizes, at).mean() or math.inf)),
     }
     return every[0].model_copy(update=update)

@@ -144,7 +144,7 @@ HEALTHY = {
     },
     "updated by hand, and ranked": {
         "before": "other = nn.Linear(64, 512); inputs = inputs.repeat(20, 1)",
-        "inside": "scores = model(inputs)[:99, 0]; order = scores.unsqueeze(1) - scores\n"
+        "inside": "scores = model(inputs[:99])[:, 0]; order = scores.unsqueeze(1) - scores\n"
         "    loss = loss + other(inputs).square().mean() + order.relu().mean()",
         "after": "[weights.data.sub_(weights.grad) for weights in other.parameters()]",
     },

@@ -161,7 +161,7 @@ def test_a_run_that_is_followed_shows_what_grows_and_which_container(tmp_path):
     (finding,) = (one for one in found.findings if one.name == "growing-steps")
     assert (code, found.steps > 350) == (0, True)
     assert finding.site.text == "time.sleep(2e-5 * len(history))"
-    assert finding.fixes[0].text.startswith("`history` gets items in each step")
+    assert finding.fixes[0].text.startswith("Look at history, which gets items in each step")
 
 
 def test_a_run_that_is_killed_shows_what_was_found_before(tmp_path):
