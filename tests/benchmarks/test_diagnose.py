@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-
 
 def row(fault, strength, *findings):
     return {"fault": fault, "strength": strength, "findings": list(findings)}
@@ -45,18 +42,3 @@ def test_every_fault_has_a_finding(benchmark):
 
     names = {rule.name for rule in rules()}
     assert {*benchmark.EXPECTED.values()} <= names
-
-
-def test_every_fault_is_tried_before_one_is_repeated(benchmark):
-    wanted = argparse.Namespace(trials=2, recipe_trials=1, healthy=5, recipe_healthy=1)
-    faults = ["slow save", "recipe: slow save"]
-    trials = benchmark.planned(faults, wanted)
-    assert {*trials[:9]} >= {(fault, strength) for fault in faults for strength in (1, 2, 3)}
-    assert len(trials) == 2 * 3 + 3 + 5 + 1
-
-
-def test_results_so_far_are_written(benchmark, tmp_path):
-    part = found(row("recipe: slow save", 1, "slow-save"))
-    benchmark.publish(tmp_path, "diagnose", part, benchmark.table(part))
-    assert "1 of 7 trials were run" in (tmp_path / "diagnose.md").read_text()
-    assert json.loads((tmp_path / "diagnose.json").read_text())["rows"] == part["rows"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -36,12 +35,3 @@ def test_a_failed_command_ends_the_benchmark_with_its_errors(benchmark):
     assert benchmark.json_of([sys.executable, "-c", 'print("noise\\n{}")']) == {}
     with pytest.raises(SystemExit, match="ZeroDivisionError"):
         benchmark.json_of([sys.executable, "-c", "1 / 0"])
-
-
-def test_numbers_are_saved_without_git_too(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = benchmark.facts()
-    assert found["commit"] == "unknown"
-    benchmark.publish(tmp_path / "results", "name", found, "| a |\n")
-    assert json.loads((tmp_path / "results" / "name.json").read_text()) == found
-    assert (tmp_path / "results" / "name.md").read_text() == "| a |\n"

@@ -242,19 +242,6 @@ def test_the_check_of_commands_finds_problems(line, message):
     assert (found is None) if message is None else (message in found)
 
 
-def test_command_lines_are_extracted():
-    block = (
-        "```sh\n$ flatout prepare a \\\n    --out b   # comment\nls\nmake demo && make test\n```\n"
-    )
-    text = "Try `flatout list models`.\n```python\nflatout x\n```\n" + block
-    assert command_lines(text) == [
-        "flatout prepare a      --out b",
-        "make demo",
-        "make test",
-        "flatout list models",
-    ]
-
-
 def test_the_files_for_github_are_yaml(root):
     paths = sorted((root / ".github").rglob("*.yml"))
     assert len(paths) > 3

@@ -1,72 +1,15 @@
-"""Names and comments follow the rules, and `__all__` lists exactly the public names."""
+"""`__all__` lists exactly the public names."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import io
-import re
-import tokenize
 
 import pytest
 
 import flatout
 
 pytestmark = pytest.mark.slow
-
-MEANINGLESS_WORDS = {"util", "utils", "common", "helper", "helpers", "misc", "stuff", "manager"}
-BANNER = re.compile(r"^#\s*([-=#*~_+.─═])\1{3,}|^#{2,}[^!]|([-=#*~─═])\2{3,}\s*$")
-SUSPECT = re.compile(r"#[^\n]*(([-=#*~_+.─═])\2{3,}|TODO|FIXME|XXX|HACK)|^\s*#{2,}", re.MULTILINE)
-TODO_WITH_ENDING = re.compile(r"TODO\([^)]{4,}\): \S")
-
-
-def words(name: str) -> set[str]:
-    """Return the words of a name: `data` and `utils` for `DataUtils` and `data_utils`."""
-    return {
-        word.lower()
-        for part in name.split("_")
-        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", part)
-    }
-
-
-def meaningless_names(source) -> list[str]:
-    names = [(1, part.removesuffix(".py")) for part in source.path.split("/")]
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    names += [(node.lineno, node.name) for node in source.nodes if isinstance(node, kinds)]
-    return [
-        f"{source.path}:{line} {name}" for line, name in names if words(name) & MEANINGLESS_WORDS
-    ]
-
-
-def comments(source) -> list[tuple[int, str]]:
-    """Return the comments, if some may be wrong: splitting a file into tokens is slow."""
-    if not SUSPECT.search(source.text):
-        return []
-    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
-    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-
-
-def bad_comments(source) -> list[str]:
-    """List banners, and TODOs that are not written `TODO(what ends it): what to do`."""
-    wrong = [
-        f"{source.path}:{line} banner: {text}"
-        for line, text in comments(source)
-        if BANNER.search(text)
-    ]
-    for line, text in comments(source):
-        if re.search(r"\b(FIXME|XXX|HACK)\b", text) or (
-            "TODO" in text and not TODO_WITH_ENDING.search(text)
-        ):
-            wrong.append(f"{source.path}:{line} has no condition that ends it: {text}")
-    return wrong
-
-
-def test_no_name_is_meaningless(repository, no_violations):
-    no_violations([line for source in repository for line in meaningless_names(source)])
-
-
-def test_no_banners_and_no_open_ended_todos(repository, no_violations):
-    no_violations([line for source in repository for line in bad_comments(source)])
 
 
 def declared(source) -> list[str] | None:
@@ -130,56 +73,3 @@ def test_all_equals_the_public_names(package):
             assert len(set(names)) == len(names), source.path
             if source.module != "flatout":
                 assert set(names) == public_names(source), source.path
-
-
-def test_the_rules_find_violations(source):
-    assert (
-        len(
-            meaningless_names(
-                source("class RunManager: ...\ndef load_utils(): ...\n", "flatout/common.py")
-            )
-        )
-        == 3
-    )
-    assert meaningless_names(source("def uncommon(): ...\nclass Utility: ...\n")) == []
-    for text in (
-        "# ------ helpers",
-        "# =====",
-        "##### here",
-        "# Loading ----------",
-        "# TODO: faster",
-        "# FIXME",
-        "# TODO later",
-    ):
-        assert len(bad_comments(source(f"{text}\n"))) == 1, text
-    assert (
-        bad_comments(
-            source(
-                "# a -> b, why not\n#!/usr/bin/env python\n# TODO(torch 2.12 is the oldest): drop"
-                " this\nx = '# ----'\n"
-            )
-        )
-        == []
-    )
-
-
-def patches_by_path(source) -> list[str]:
-    """List calls such as `patch.setattr("flatout.module.name", ...)`, which renames break."""
-    calls = [node for node in source.nodes if isinstance(node, ast.Call) and node.args]
-    return [
-        f"{source.path}:{node.lineno} patches {node.args[0].value!r} by its path"
-        for node in calls
-        if isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"setattr", "delattr", "patch"}
-        and isinstance(node.args[0], ast.Constant)
-        and str(node.args[0].value).startswith("flatout.")
-    ]
-
-
-def test_tests_patch_objects_instead_of_paths(repository, no_violations):
-    no_violations([line for source in repository for line in patches_by_path(source)])
-
-
-def test_the_rule_finds_a_patch_by_path(source):
-    assert len(patches_by_path(source('p.setattr("flatout.run.x", 1)\n'))) == 1
-    assert patches_by_path(source('p.setattr(run, "x", 1)\np.setattr("sys.stdin", 1)\n')) == []
