@@ -41,14 +41,14 @@ PIP = -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-ind
 help:
 	@echo "make demo          train on Python's own standard library, or on FILE=your.txt; about three minutes on two cores"
 	@echo "make test          check the code, then run the tests"
-	@echo "make test-fast     the tests that are not marked slow, gpu or faults"
+	@echo "make test-fast     the tests that are not marked slow, gpu, faults or thorough"
 	@echo "make check         ruff and mypy"
 	@echo "make format        format the code with ruff"
 	@echo "make docs          build the documentation site into site/"
 	@echo "make test-gpu      the tests that need an NVIDIA GPU, several at a time; GPU=gpu_essential runs the essential ones in two minutes"
 	@echo "make test-faults   the tests that kill the process, fill the disk and damage files; needs strace and root for some"
 	@echo "make soak          kill and resume one run for MINUTES (60), and watch its memory and open files"
-	@echo "make test-extras   the tests with every optional package installed"
+	@echo "make test-extras   the tests with every optional package installed, and those marked thorough"
 	@echo "make test-oldest   the tests with the oldest supported torch and Triton, $(OLDEST_TORCH) and $(OLDEST_TRITON)"
 	@echo "make wheel         build dist/flatout-*.whl"
 	@echo "make compare       train shakespeare-char in turns with another revision: AGAINST=main; fails where the files are more than 5% slower"
@@ -112,7 +112,7 @@ docs: .venv/test/.installed
 	@.venv/test/bin/python docs/tools/build_site.py && echo "Open site/index.html"
 
 test-fast: .venv/test/.installed
-	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) -m "not slow and not faults and not gpu" -q $(ARGS)
+	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) -m "not slow and not faults and not thorough and not gpu" -q $(ARGS)
 
 test: check
 	@echo "pytest: collecting the tests takes about half a minute"
@@ -130,7 +130,7 @@ soak: .venv/test/.installed
 	@$(ONE_THREAD) PYTHONPATH=. .venv/test/bin/python tests/fault_injection/soak.py --minutes $(MINUTES)
 
 test-extras: .venv/extras/.installed
-	@$(ONE_THREAD) .venv/extras/bin/python $(PYTEST) $(ARGS)
+	@$(ONE_THREAD) .venv/extras/bin/python $(PYTEST) -m "not faults" $(ARGS)
 
 test-oldest: .venv/oldest/.installed
 	@$(ONE_THREAD) .venv/oldest/bin/python $(PYTEST) $(ARGS)

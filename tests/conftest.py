@@ -71,12 +71,22 @@ def is_for_gpu(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Allow warnings in GPU tests: they vary with the versions of compilers and drivers."""
+    """Mark what `quick_cases` leaves out, and allow the warnings of compilers and drivers."""
     for item in items:
+        quick = item.get_closest_marker("quick_cases")
+        if quick and item.callspec.id not in quick.args:
+            item.add_marker("thorough")
         if item.get_closest_marker("gpu_essential"):
             item.add_marker("gpu")
         if is_for_gpu(item):
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def pytest_collection_finish():
+    """Exempt what is imported by now from garbage collections, and make these rare."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_setup(item):
@@ -146,12 +156,13 @@ TINY = {
     "train.device": "cpu",
     "train.precision": "fp32",
     "log.every": 1,
-    "speedups": "auto,-compile",
+    "speedups": "auto,-compile,-collector",
     "name": "tiny",
 }
 """Two layers, 16 tokens, 8 sequences per step in two micro-batches, 6 steps: takes 0.1 s.
 
-It uses fp32 on every processor, so that runs can be compared.
+It uses fp32 on every processor, so that runs can be compared. The collector would begin each run
+with a full collection, which takes seconds among the objects of thousands of tests.
 """
 
 

@@ -56,6 +56,7 @@ def run_program(*words, cwd, module=False):
     )
 
 
+@pytest.mark.quick_cases("the console script")
 @pytest.mark.parametrize("module", [False, True], ids=["the console script", "python -m flatout"])
 def test_files_in_the_current_directory_do_not_shadow_packages(fox_run, tmp_path, module):
     """Files in the current and the run directory are named like packages that flatout imports."""
@@ -85,6 +86,7 @@ def test_files_in_the_current_directory_do_not_shadow_packages(fox_run, tmp_path
     assert not marker.exists(), marker.read_text()
 
 
+@pytest.mark.thorough
 def test_a_speedup_imports_its_installed_package(fox_run, tmp_path):
     """The speedup's package would import a file from the current directory if it were searched."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")

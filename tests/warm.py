@@ -91,9 +91,9 @@ def _run(words, environment, folder, paths):
         runpy.run_path(words[0], run_name="__main__")
 
 
-def run(words, *, cwd=".", timeout=240):
+def run(words, *, env=None, cwd=".", timeout=240):
     """Run `python WORDS...`, and return a `subprocess.CompletedProcess`."""
-    process = Process(words, cwd=cwd)
+    process = Process(words, env=env, cwd=cwd)
     try:
         out, err = process.communicate(timeout)
     finally:

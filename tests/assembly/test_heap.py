@@ -29,6 +29,7 @@ print(pages(10))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's allocator")
 def test_freed_memory_is_reused():
     def pages(how):

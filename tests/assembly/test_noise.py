@@ -16,6 +16,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("package", IMPORTS)
 def test_importing_a_package_prints_nothing(package):
     if find_spec(package) is None:

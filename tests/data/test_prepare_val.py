@@ -36,6 +36,7 @@ def val(tmp_path):
     return write(tmp_path / "valid.jsonl", VAL)
 
 
+@pytest.mark.quick_cases("train:300")
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
 def test_each_split_is_the_text_named_for_it_for_any_number_of_workers(
     train, val, tmp_path, tokenizer

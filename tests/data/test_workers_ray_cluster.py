@@ -200,6 +200,7 @@ def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypa
     assert not list(tmp_path.glob(".ray*"))
 
 
+@pytest.mark.thorough
 def test_a_dead_node_costs_only_its_ranges(cluster, other, source, packing, tmp_path):
     work, told, said = held_ranges(source, tmp_path, 12), [], Said()
     killer = once_held(
@@ -222,6 +223,7 @@ def test_a_dead_node_costs_only_its_ranges(cluster, other, source, packing, tmp_
     assert of_cluster == packed(packing.folder)
 
 
+@pytest.mark.thorough
 def test_a_killed_process_costs_only_its_range(other, source, packing, tmp_path, capfd):
     work = held_ranges(source, tmp_path, 6)
     killer = once_held(
@@ -232,6 +234,7 @@ def test_a_killed_process_costs_only_its_range(other, source, packing, tmp_path,
     assert capfd.readouterr().out == "", "standard output is for results"
 
 
+@pytest.mark.thorough
 def test_a_range_that_kills_every_process_is_named(other, source, packing, monkeypatch):
     monkeypatch.setattr(ray_workers, "RETRIES", 1)
     with pytest.raises(
@@ -241,11 +244,13 @@ def test_a_range_that_kills_every_process_is_named(other, source, packing, monke
         pack(work_items((source.numbered, 0, 3), (source.dies,)), packing, RayWorkers())
 
 
+@pytest.mark.thorough
 def test_an_error_names_its_node(other, source, packing):
     with pytest.raises(DataError, match=r"On the node .*: There is no such file"):
         pack(work_items((source.elsewhere,)), packing, RayWorkers())
 
 
+@pytest.mark.thorough
 def test_a_cluster_in_use_keeps_running(other, source, packing):
     ray.init(log_to_driver=False, logging_level="ERROR")
     try:

@@ -9,6 +9,7 @@ def last_piece(events):
     return len(events) - 1 - events[::-1].index("backward")
 
 
+@pytest.mark.thorough
 def test_gradients_are_reduced_during_the_backward_pass_of_a_compiled_model(launch):
     report = launch("overlap_proof.py", 2)
     assert report["compile"].count("exchange") > 1

@@ -109,6 +109,7 @@ def test_two_processes_cannot_share_a_gpu(environment, monkeypatch):
         connect("cuda")
 
 
+@pytest.mark.thorough
 def test_torchrun_connects_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)

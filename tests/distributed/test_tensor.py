@@ -1,6 +1,7 @@
 import pytest
 
 
+@pytest.mark.quick_cases("2-20")
 @pytest.mark.parametrize(("world_size", "cases"), [(2, 20), (4, 38)])
 def test_layers_that_ranks_share_give_the_loss_and_gradients_of_one_process(
     launch, world_size, cases

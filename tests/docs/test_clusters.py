@@ -111,6 +111,7 @@ def test_skypilot_accepts_the_file():
     assert (task.num_nodes, resources.accelerators) == (2, {"H100": 8})
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_torchrun_executes_the_script(tiny, tiny_set, tmp_path):
     settings = tiny | {"data.path": str(tiny_set), "train.device": "cpu", "train.steps": 2}

@@ -48,6 +48,7 @@ def test_the_quickstart_shows_every_step():
         assert f"flatout.{call}(" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_cells_of_a_notebook_run_in_order(path, tmp_path):

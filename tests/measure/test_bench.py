@@ -86,6 +86,7 @@ def test_gains_are_found_and_written(bench, tmp_path):
     assert "| + micro-batch |" in (tmp_path / "bench/table.md").read_text()
 
 
+@pytest.mark.quick_cases("80")
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tables_fit_a_terminal_also_after_an_interruption(bench, width):
     for machine in (MadeUp(speedups=SLOW, losses={"onednn": 0.1}), MadeUp(stops_after=4)):

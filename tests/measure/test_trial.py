@@ -62,6 +62,7 @@ def test_threads_sleep_in_what_is_measured_beside_other_processes(
     assert len(said.lines) == (busy_cores > 1), "one line tells of it"
 
 
+@pytest.mark.quick_cases("raise ValueError('mine')-ValueError: mine")
 @pytest.mark.parametrize(
     ("end", "reason"), [("raise ValueError('mine')", "ValueError: mine"), ("sys.exit(3)", "code 3")]
 )
@@ -181,6 +182,7 @@ def test_a_recipe_is_a_command(tiny_config, tmp_path):
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
+@pytest.mark.thorough
 def test_the_error_of_a_recipe_is_its_reason(tiny_config, tmp_path):
     config = tiny_config(speedups=["cuda-graphs"], train__device="cpu")
     found = try_recipe(config, Timing(), 240, tmp_path / "run")

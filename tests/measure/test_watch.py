@@ -213,6 +213,7 @@ def test_an_active_profiler_is_left_alone(watch):
     assert any("Another profiler is active" in note for note in watch.evidence().notes)
 
 
+@pytest.mark.thorough
 def test_a_profiler_that_starts_while_ours_records_takes_over(watch):
     profiler = torch.profiler.profile()
 
@@ -259,6 +260,7 @@ def test_the_findings_are_printed_once_at_the_end(capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_notebook_shows_what_is_known(watch):
     assert repr(watch) == "A watch that has seen no step." == watch._repr_html_()
     train(watch, 20)

@@ -216,6 +216,7 @@ def losses_of_recall(initialisation, steps, distance=4096):
     return losses, float((logits.argmax(dim=-1) == symbols).float().mean())
 
 
+@pytest.mark.thorough
 def test_a_token_4096_back_can_be_learned():
     losses, accuracy = losses_of_recall("long-memory", steps=250)
     assert losses[-1] < KNOWN

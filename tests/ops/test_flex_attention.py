@@ -36,6 +36,7 @@ def as_on_gpu(monkeypatch):
 
 
 # torch itself uses deprecated features when it compiles.
+@pytest.mark.quick_cases("documents", "window over a block", "two tokens a document")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", [name for name in LONG if name != "last queries"])
 def test_values_and_gradients_match_the_reference(case, as_on_gpu, monkeypatch):
@@ -95,6 +96,7 @@ def built(as_on_gpu, monkeypatch):
 
 
 # torch itself uses deprecated features when it compiles.
+@pytest.mark.quick_cases("way1")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("way", [(), ("checkpointing",), ("checkpointing", "compile-blocks")])
@@ -125,6 +127,7 @@ def test_a_micro_batch_builds_each_mask_once(built, monkeypatch, way):
 
 
 # torch itself uses deprecated features when it compiles.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
     """Each layer builds the mask, and the compiler eliminates all but one.

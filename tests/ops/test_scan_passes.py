@@ -47,6 +47,7 @@ def test_it_is_chunked_where_triton_does_not_run():
 
 
 # torch itself uses deprecated features when it compiles.
+@pytest.mark.quick_cases("bf16")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("drive_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_it_compiles_as_one_op_without_a_graph_break(interpreted, drive_dtype):
@@ -112,6 +113,7 @@ REGISTERS = 128
 """Registers per thread up to which 16 warps fit on a multiprocessor, each with 4 KiB in flight."""
 
 
+@pytest.mark.quick_cases("states-*bf16", "gradients-*bf16")
 @pytest.mark.parametrize("narrow", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_compile_for_a_gpu_and_fit_its_registers(kernel, narrow, tmp_path):

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from flatout.ops import uncompiled
@@ -19,6 +20,7 @@ def test_a_compiled_caller_runs_it_as_written():
     assert is_compiling == [False]
 
 
+@pytest.mark.thorough
 def test_models_are_imported_without_the_compiler():
     code = (
         "import sys; import flatout.training.run, flatout.models.transformer, "

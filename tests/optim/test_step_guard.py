@@ -150,6 +150,7 @@ def on_the_host(optimizer, skip):
     step_unless(skip, [optimizer])
 
 
+@pytest.mark.quick_cases("adamw", "muon", "muon-batched")
 @pytest.mark.parametrize("name", CASES)
 def test_a_flag_of_1_keeps_every_bit_and_0_gives_those_of_a_plain_step(name):
     """The path of a GPU, on a CPU: weights, moments and counters, -0 and first steps included."""

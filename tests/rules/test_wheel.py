@@ -62,6 +62,7 @@ def test_the_wheel_contains_the_package_and_nothing_else(wheel, root):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.thorough
 def test_the_installed_wheel_finds_its_entries_from_any_directory(wheel, root, tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

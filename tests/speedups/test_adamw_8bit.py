@@ -63,6 +63,7 @@ def test_updates_are_close_to_fp32_and_equal_for_small_tensors():
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(1e-2 / 6)] * 2
 
 
+@pytest.mark.thorough
 def test_weights_and_codes_are_torchaos_own():
     from torchao import optim
 
@@ -108,6 +109,7 @@ def steps(run, count):
     return losses
 
 
+@pytest.mark.quick_cases("muon")
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_resuming_after_five_steps_equals_ten_steps(optim, build_run, tiny_config, tmp_path):
     config = tiny_config(train__steps=10, optim__kind=optim, model__vocab_size=264, speedups=NAME)

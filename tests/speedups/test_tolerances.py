@@ -21,7 +21,12 @@ OF_A_MODEL = {"activations", "attention", "compilation", "cross_entropy", "heads
 OF_A_MODEL |= {"newton_schulz", "precision", "scan"}
 """Parts that a model calls or changes. All others are the same for every model."""
 PAIRS = [
-    pytest.param(speedup, kind, id=f"{speedup.name}-{kind}")
+    pytest.param(
+        speedup,
+        kind,
+        id=f"{speedup.name}-{kind}",
+        marks=[pytest.mark.thorough] if (speedup.name, kind) == ("compile", "eigenstate") else [],
+    )
     for speedup in all_speedups()
     for kind in MODELS.names()
     if kind == "transformer" or (speedup.sets & OF_A_MODEL and speedup.name != "compile-blocks")

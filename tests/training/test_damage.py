@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 RETYPED = (None, -3, "x", [], {})
 """Replacement values. Successive keys take successive values, so that each file sees every kind."""
-FEW_KEYS, MANY_KEYS = 2, 20
+FEW_KEYS, MANY_KEYS = 1, 20
 """Keys tried per file; in a longer file, every n-th key."""
 
 

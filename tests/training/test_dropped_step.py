@@ -47,6 +47,7 @@ def signal_in(monkeypatch):
     return send
 
 
+@pytest.mark.quick_cases("2-plain", "19-prefetching")
 @pytest.mark.parametrize("speedups", ["auto,-compile", "none"], ids=["prefetching", "plain"])
 @pytest.mark.parametrize("micro_batch", [2, 2 * MICRO_BATCHES + 3])
 def test_the_rest_of_the_step_is_dropped_and_the_run_resumes_exactly(

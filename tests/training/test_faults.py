@@ -34,6 +34,7 @@ def test_kills_between_any_two_file_operations_lose_nothing(tmp_path):
     assert "killed at" in saver(tmp_path, "beside", "every", 11, 3)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_keeps_existing_checkpoints(tmp_path):
     assert "`ulimit -f`" in saver(tmp_path, "beside", "full")
 

@@ -131,6 +131,7 @@ def two_processes(tmp_path, config, name, *limit):
     return launch(command, 2, environment, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rank", "most_rows", "since", "expected"),
     [
@@ -162,6 +163,7 @@ def test_two_processes_start_again_together_with_rows_that_fit(
     assert (run["resumed_from"] is None) is (since == 0)
 
 
+@pytest.mark.thorough
 def test_two_processes_with_rows_of_the_user_end(tiny_config, tmp_path, events, capfd):
     config = tiny_config(train__devices=2, batch__rows_per_device=2)
     with pytest.raises(RunFailed):

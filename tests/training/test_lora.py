@@ -147,6 +147,7 @@ def test_compiled_and_checkpointed_runs_have_the_same_losses(
     assert bool(traced) is (speedup == "compile")
 
 
+@pytest.mark.quick_cases("fully-shard")
 @pytest.mark.parametrize("overrides", [(), ("parallel.shard=2",)], ids=["ddp", "fully-shard"])
 def test_two_processes_have_the_losses_of_one_and_its_checkpoints(
     lora_config, tmp_path, losses, overrides

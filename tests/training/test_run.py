@@ -221,6 +221,7 @@ def test_the_stored_config_is_resolved(tiny_config, tmp_path):
     assert "prefetch" in stored.speedups
 
 
+@pytest.mark.quick_cases("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ten_steps_equal_five_and_five_bit_for_bit(
     tiny_config, tmp_path, precision, stop_at, losses
@@ -337,6 +338,7 @@ def test_a_dataset_smaller_than_a_step_is_read_more_than_once(tiny_config, tmp_p
     assert records(tmp_path / "run")[0]["train/epoch"] > 1
 
 
+@pytest.mark.thorough
 def test_a_run_overfits_a_small_dataset(tiny_config, tmp_path):
     rows = {"batch__tokens_per_step": 512, "batch__rows_per_device": 32}
     summary = run_training(tiny_config(train__steps=300, log__every=100, **rows), tmp_path / "run")

@@ -100,6 +100,7 @@ SHARED_LAYERS = {
 }
 
 
+@pytest.mark.quick_cases("ddp-transformer", "fully-shard-eigenstate")
 @pytest.mark.parametrize("model", [(), EIGENSTATE], ids=["transformer", "eigenstate"])
 @pytest.mark.parametrize("mesh", SHARED_ROWS)
 def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh, model, losses):
@@ -113,6 +114,7 @@ def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh
         ), name
 
 
+@pytest.mark.quick_cases("alone")
 @pytest.mark.parametrize("mesh", SHARED_LAYERS)
 def test_processes_that_share_layers_have_the_losses_of_one_and_continue_each_other(
     recipe, tmp_path, mesh, losses
@@ -132,6 +134,7 @@ def test_processes_that_share_layers_have_the_losses_of_one_and_continue_each_ot
             assert found == pytest.approx(expected[-len(found) :], rel=1e-4), (name, folder)
 
 
+@pytest.mark.thorough
 def test_a_run_that_shares_rows_resumes_without(recipe, tmp_path, losses):
     run_training(load_config(recipe), tmp_path / "whole")
     shared = ("parallel.shard=2", "parallel.context=2", "checkpoint.every_steps=4")
@@ -173,6 +176,7 @@ def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
         ), name
 
 
+@pytest.mark.thorough
 def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events, losses):
     run_training(load_config(recipe), tmp_path / "whole")
     several(
@@ -192,6 +196,7 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events, losses)
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
 
 
+@pytest.mark.quick_cases("adamw-fully-shard")
 @pytest.mark.parametrize("mesh", [("parallel.shard=2",), ()], ids=["fully-shard", "hsdp"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_in_host_memory_resumes_with_and_without(recipe, tmp_path, losses, mesh, optimizer):
@@ -289,6 +294,7 @@ def test_a_signal_to_the_launcher_saves_and_stops_the_run(endless, number):
     assert catalog.latest(folder) is not None
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_ends_the_run_and_is_named(endless):
     launcher, _, ranks = endless
     ranks[1].kill()

@@ -90,6 +90,7 @@ BAD_ENDS = {
 }
 
 
+@pytest.mark.quick_cases("at a save")
 @pytest.mark.parametrize("changes", BAD_ENDS.values(), ids=BAD_ENDS)
 def test_a_checkpoint_that_leads_to_bad_steps_twice_gives_way_to_the_one_before(
     tiny_config, tmp_path, stop_at, events, messages, changes
@@ -151,6 +152,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick_cases("one bit")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_that_differs_is_named_and_not_saved(tiny_config, tmp_path, fault):
     config = tiny_config(train__devices=2, checkpoint__every_steps=2, speedups="none",
@@ -168,6 +170,7 @@ def test_a_copy_that_differs_is_named_and_not_saved(tiny_config, tmp_path, fault
     assert resumed.returncode == 0, resumed.stderr
 
 
+@pytest.mark.thorough
 def test_of_four_copies_the_odd_one_is_named(tiny_config, tmp_path):
     config = tiny_config(
         parallel__shard=2, train__devices=4, checkpoint__every_steps=2, batch__rows_per_device=1,

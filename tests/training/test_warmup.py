@@ -174,6 +174,7 @@ def test_an_error_of_the_model_is_not_blamed_on_compile(broken, monkeypatch):
         warm_up(broken, Events())
 
 
+@pytest.mark.quick_cases("True")
 @COMPILES
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_evaluation_is_compiled_only_if_something_is_evaluated(

@@ -34,6 +34,7 @@ def recorded():
     return SimpleNamespace(lines=lines, say=lines.append, task=SILENT.task)
 
 
+@pytest.mark.quick_cases("unicode")
 @pytest.mark.parametrize(
     "text",
     ["The cat sat on the mat. " * 150, "Zażółć gęślą jaźń 日本語 😀\n" * 100, "x" * 60],
@@ -175,6 +176,7 @@ def test_a_step_is_timed_after_the_warm_up(monkeypatch, passed_s, steps):
     assert seen[-1] == module.WARM_UP + steps
 
 
+@pytest.mark.thorough
 def test_timing_leaves_no_files(quick):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     result = demo(quick / "a.txt", minutes=0.001)

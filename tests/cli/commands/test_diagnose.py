@@ -162,6 +162,7 @@ def test_mistakes_are_reported(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_recipe_is_measured_in_a_process_of_its_own(tiny_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -103,6 +103,7 @@ def base(tmp_path):
     return folder
 
 
+@pytest.mark.quick_cases("None-[256, 258]")
 @pytest.mark.parametrize(
     ("generation", "stops"),
     [

@@ -51,6 +51,7 @@ def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
     assert "1 row per device, 1 micro-batch per step; 6 steps" in found.summary()
 
 
+@pytest.mark.quick_cases("rtx-2080-ti", "a100-40gb")
 @pytest.mark.parametrize("machine", ["t4", "v100-sxm2-16gb", "rtx-2080-ti", "a100-40gb"])
 def test_a_long_run_is_compiled_and_timed_on_gpus_with_and_without_bf16(recipe, machine):
     words = [*SMALL, "model.vocab_size=101", "model.d_model=256", "train.steps=900000000"]
@@ -136,6 +137,7 @@ LARGE = ["model.num_layers=48", "model.d_model=4096", "model.num_heads=32"]
 LONG = ["model.vocab_size=50304", "data.seq_len=1024", "train.steps=10"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_large_model_fits_in_a_mesh_or_gets_changes_that_save_memory(recipe):
     shape = ["model.num_layers=12", "model.d_model=2048", "model.num_heads=16", *LONG]
@@ -151,6 +153,7 @@ def test_a_large_model_fits_in_a_mesh_or_gets_changes_that_save_memory(recipe):
     assert all(change.saves_gib > 0 for change in found.changes)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_of_which_not_even_one_row_fits(recipe):
     found = plan(recipe, [*LARGE, *LONG], machine="T4")
@@ -177,6 +180,7 @@ def test_a_mesh_is_chosen_for_several_machines(recipe):
     assert plan(recipe, [*words, "parallel.shard=16"], machine="2x8 A100").meshes == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_each_change_that_fits_does_fit(recipe):
     shape = ["model.num_layers=12", "model.d_model=768", "model.num_heads=12"]
@@ -198,6 +202,7 @@ def test_each_change_that_fits_does_fit(recipe):
     assert "To make it fit" in found.summary()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_that_fits_with_fewer_rows_has_no_time(recipe):
     overrides = [*SMALL, "model.vocab_size=50304", "batch.rows_per_device=1_000_000"]

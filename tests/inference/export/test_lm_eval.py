@@ -72,6 +72,7 @@ def log_likelihood(loaded, context, continuation):
     return sum(float(logps[t - 1, ids[0, t]]) for t in range(len(before), ids.shape[1]))
 
 
+@pytest.mark.thorough
 def test_an_export_has_the_scores_of_its_run(fox_run, tmp_path, accuracy):
     run = fox_run[0] / "runs" / "fox"
     export(run, out=tmp_path / "hf", checkpoint="last")
@@ -83,6 +84,7 @@ def test_an_export_has_the_scores_of_its_run(fox_run, tmp_path, accuracy):
     assert accuracy(tmp_path / "hf", trust_remote_code=False) == pytest.approx(right / 3)
 
 
+@pytest.mark.thorough
 def test_a_shape_that_transformers_lacks_is_scored_with_its_own_code(fox_run, tmp_path, accuracy):
     words = ["model.kind=eigenstate", "model.num_layers=1", "model.d_model=16", "train.steps=1"]
     words += ["model.num_eigenstates=4", "batch.rows_per_device=4", "batch.tokens_per_step=128"]

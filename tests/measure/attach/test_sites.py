@@ -442,6 +442,7 @@ for step in range(2000):
 """
 
 
+@pytest.mark.thorough
 def test_losses_are_wrapped_in_the_function_that_calls_the_model_and_goes_backward(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(LOSSES)

@@ -131,6 +131,11 @@ def test_faults_of_the_users_own_model_are_named_with_their_lines(measured):
     assert evidence.site("gc").text == "gc.collect()"
 
 
+@pytest.mark.quick_cases(
+    "out-of-memory-out-of-memory-torch.empty(2**50)-changes0",
+    'failure-error-raise RuntimeError("mine")-changes2',
+    "failure-no-data-None-changes4",
+)
 @pytest.mark.parametrize(
     ("name", "kind", "line", "changes"),
     [
@@ -168,6 +173,7 @@ def test_the_end_of_the_process_is_evidence(code, has_ended, output, kind, messa
     assert message in failure.message
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_fails_is_named(measured, tmp_path):
     text = "import os; os.environ['CXX'] = '/bin/false'"
     (tmp_path / "sitecustomize.py").write_text(text)
@@ -284,6 +290,7 @@ def test_the_smaller_gain_of_what_auto_would_choose_is_a_finding(tried):
         assert "slow-settings" not in {one.name for one in diagnosis_of(found).findings}
 
 
+@pytest.mark.thorough
 def test_small_micro_batches_are_found_by_trials_of_a_real_recipe(
     tiny_config, tmp_path, monkeypatch
 ):

@@ -71,6 +71,7 @@ def test_a_script_is_profiled_too(tmp_path):
     assert (tmp_path / "out" / "trace.json.gz").exists()
 
 
+@pytest.mark.thorough
 def test_the_trace_has_what_perfetto_requires(quick):
     """Strict JSON, ranges that nest on each thread, all at about one time."""
     found, out = quick()
@@ -98,6 +99,7 @@ def test_the_trace_has_what_perfetto_requires(quick):
     assert len(threads) > 1
 
 
+@pytest.mark.thorough
 def test_chosen_steps_are_profiled(quick):
     found, _ = quick(steps=1, skip=4, train__steps=5)  # up to the last step of the run
     assert found.first_step == 5
@@ -106,6 +108,7 @@ def test_chosen_steps_are_profiled(quick):
     assert (found.first_step, found.step_ms) == (2, None)
 
 
+@pytest.mark.thorough
 def test_weights_in_host_memory_are_profiled(quick):
     found, _ = quick(steps=1, skip=1, parallel__offload="cpu")
     assert {row.kind for row in found.table} >= {"matmul", "optimizer"}

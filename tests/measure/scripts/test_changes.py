@@ -144,6 +144,7 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
     assert answer.losses[epoch] == pytest.approx(plain[1].losses[epoch], rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_bf16_is_confined_to_the_forward_pass_of_a_compiled_model(effects, plain):
     found, answer = effects(("bf16", "compile"), seed_offset=0)
     assert found["inside"] == "torch.bfloat16"
@@ -154,6 +155,7 @@ def test_bf16_is_confined_to_the_forward_pass_of_a_compiled_model(effects, plain
     assert answer.compile_s > 0
 
 
+@pytest.mark.thorough
 def test_another_seed_gives_other_losses(effects, plain):
     _, answer = effects((), steps=12, seed_offset=1000)
     assert answer.losses[0] != plain[1].losses[0]

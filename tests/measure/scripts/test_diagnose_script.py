@@ -120,6 +120,7 @@ def write(tmp_path):
     return make
 
 
+@pytest.mark.quick_cases("evaluation", "uncleared", "copies")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_line(fault, write):
     found, _ = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
@@ -180,6 +181,7 @@ def test_the_line_of_a_busy_thread_is_seen_and_its_turns_stay_as_long(write, cap
     assert site.text == "while len(kept) < 9: pass"
 
 
+@pytest.mark.quick_cases("updated by hand, and ranked")
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_script_has_no_finding(kind, write):
     found, _ = diagnose_script(write(script(**HEALTHY[kind])), Request(seconds=0.8))
@@ -206,6 +208,7 @@ def test_long_steps_are_measured_a_few_times_only(write):
     assert answer.evidence.sites["own"][0].text == "time.sleep(2.1)"
 
 
+@pytest.mark.thorough
 def test_with_json_its_output_goes_to_standard_error(write, capfd):
     text = script(before="print('mine')", steps=3)
     answer, code, *_ = run_command(write(text), Request(seconds=60.0), as_json=True)
@@ -213,6 +216,7 @@ def test_with_json_its_output_goes_to_standard_error(write, capfd):
     assert capfd.readouterr() == ("", "mine\n")
 
 
+@pytest.mark.quick_cases("if step == 30: raise ValueError('mine')-1")
 @pytest.mark.parametrize(
     ("after", "expected"),
     [("if step == 30: raise ValueError('mine')", 1), ("if step == 30: os._exit(3)", 3)],

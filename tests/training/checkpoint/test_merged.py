@@ -40,6 +40,7 @@ def fine_tuning(tiny, tiny_set):
     return make
 
 
+@pytest.mark.quick_cases("gpt2", "llama 2", "qwen3", "pythia")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_first_checkpoint_has_the_weights_of_the_base_model(tmp_path, fine_tuning, name):
     document = DOCUMENTS[name] | {"vocab_size": 257}

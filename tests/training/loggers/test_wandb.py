@@ -204,6 +204,7 @@ def test_the_package_keeps_a_stopped_and_resumed_run_under_one_id(
     assert "model.safetensors" not in json.dumps([str(p) for p in kept[0].rglob("*")])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("package")

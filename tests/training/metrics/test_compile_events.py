@@ -60,6 +60,7 @@ def step(run, log):
     log.step(batch, result)
 
 
+@pytest.mark.quick_cases("1")
 @pytest.mark.parametrize("rows", [1, 4])
 def test_training_and_evaluation_use_the_graphs_of_the_warm_up(
     tiny_config, tmp_path, ragged_set, rows
@@ -140,6 +141,7 @@ SHAPES = {
 """Models that together use all ops that `auto` selects on a GPU."""
 
 
+@pytest.mark.quick_cases("llama-compile", "eigenstate-compile-blocks")
 @pytest.mark.parametrize(
     ("shape", "way"),
     [
@@ -167,6 +169,7 @@ def test_no_model_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape
     assert events(tmp_path / "run", "recompiled") == []
 
 
+@pytest.mark.quick_cases("transformer")
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
 def test_identical_blocks_share_one_graph(compiled_run, tmp_path, kind):
     run, log = compiled_run("compile-blocks", model__kind=kind, model__num_layers=4)

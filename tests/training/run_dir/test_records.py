@@ -31,6 +31,7 @@ def kinds_of_records(run):
     )
 
 
+@pytest.mark.quick_cases("summarise", "end")
 @pytest.mark.parametrize(
     "place",
     [

@@ -53,6 +53,7 @@ def gcs(monkeypatch):
         process.wait()
 
 
+@pytest.mark.thorough
 def test_a_lost_run_comes_back_from_google_cloud_storage(
     tiny_config, tmp_path, gcs, stop_at, events
 ):
