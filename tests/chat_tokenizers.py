@@ -3,8 +3,6 @@
 Run `python tests/chat_tokenizers.py` where transformers is installed to write chat_ids.json.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

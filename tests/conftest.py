@@ -1,7 +1,5 @@
 """Tiny datasets and runs for the tests, which run without the user's home directory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Strings that reveal differences between engines, some from the vocabulary itself."""
 
-from __future__ import annotations
-
 import json
 import random
 import unicodedata

@@ -3,8 +3,6 @@
 `make test-faults ARGS=--write-tables` replaces the counts of the tests that run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A store in memory whose requests fail as a test asks."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import fsspec

@@ -1,7 +1,5 @@
 """Tiny models of other tools, whose weights depend only on the names of their tensors."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What autograd keeps for a backward pass, counted by its own hooks."""
 
-from __future__ import annotations
-
 from torch.autograd.graph import saved_tensors_hooks
 
 from flatout.assembly.memory import storage_id, tensors_in

@@ -1,7 +1,5 @@
 """Read tasks of made-up documents."""
 
-from __future__ import annotations
-
 from flatout.data.sources import BadRow, ReadTask
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row")

@@ -3,9 +3,6 @@
 `python -m pytest tests/test_benchmarks.py --write-tables` copies them from benchmarks/results.
 """
 
-from __future__ import annotations
-
-import importlib
 import re
 from pathlib import Path
 
@@ -32,33 +29,3 @@ def test_a_marked_table_equals_the_measured_one(path, name, is_current):
 
 def test_the_documentation_has_marked_tables():
     assert len({name for _, name in MARKED}) > 20
-
-
-def test_ways_of_preparing_are_compared_per_repeat(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("prepare")
-    ours, theirs = [2.0, 1.0], [8.0, 9.0]
-    rows = {way: [] for way in benchmark.WAYS}
-    rows[benchmark.OURS] = [
-        {"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in ours
-    ]
-    rows[benchmark.NANOGPT] = [
-        {"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in theirs
-    ]
-    found = {
-        "rows": rows,
-        "missing": {},
-        "corpus_bytes": 10**8,
-        "workers": 2,
-        "copies": 1,
-        "machine": "",
-        "repeats": 2,
-        "commit": "",
-        "loaders": {},
-    }
-    assert benchmark.ratios(found, benchmark.OURS, benchmark.NANOGPT) == [4.0, 9.0]
-    assert "6.5 (4.0 to 9.0) times; target: 5: kept" in benchmark.table(found)
-    assert "7.5 M tokens/s; target: 18: **missed**" in benchmark.table(found)
-    rows[benchmark.NANOGPT][0]["tokens"] += 1
-    with pytest.raises(SystemExit, match="different numbers of tokens"):
-        benchmark.table(found)

@@ -1,7 +1,5 @@
 """Errors say what happened and then the fix; schedulers rely on their exit codes."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The examples of docs/extend.md work in a copy of the package."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

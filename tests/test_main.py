@@ -1,7 +1,5 @@
 """Files in the current directory never shadow packages, however flatout is started."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ A test that is about what a process does, not about how it starts, need not impo
 which takes two seconds, or more where several processes share the cores.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

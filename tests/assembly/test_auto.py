@@ -1,7 +1,5 @@
 """`auto` follows each speedup's default, unless measurements on this hardware differ."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The model's shape comes from the base model, and stated keys must agree with it."""
 
-from __future__ import annotations
-
 import pytest
 from foreign_models import DOCUMENTS, LLAMA, write_model
 

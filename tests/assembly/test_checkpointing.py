@@ -1,7 +1,5 @@
 """`auto` turns on activation checkpointing when nothing fits a GPU without it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

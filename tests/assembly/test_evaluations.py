@@ -1,7 +1,5 @@
 """A run that states no interval evaluates after every epoch, or about 20 times."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.assembly.resolve import resolve

@@ -1,7 +1,5 @@
 """What was measured on this hardware is kept per device, and is told apart by what it ran."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.metadata import version
 

@@ -1,7 +1,5 @@
 """The memory estimate agrees with real tensors, and says what fits. Letters: B rows, T tokens."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -11,14 +9,7 @@ import torch
 from kept import kept_bytes
 
 from flatout.assembly.choices import assemble
-from flatout.assembly.memory import (
-    GIB,
-    Live,
-    Workload,
-    estimate,
-    free_bytes,
-    workload_of,
-)
+from flatout.assembly.memory import GIB, Live, Workload, estimate, free_bytes, workload_of
 from flatout.assembly.parts import two_in_fp32
 from flatout.config.registry import MODELS
 from flatout.config.sections import LoraConfig, OptimConfig, ParallelConfig

@@ -1,7 +1,5 @@
 """Importing an optional package prints nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Parts are set by at most one speedup, those that are named exist, tolerances are checked."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.assembly.choices import all_speedups, assemble

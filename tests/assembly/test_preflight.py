@@ -1,12 +1,9 @@
-import fsspec
 import pytest
 
-from flatout.assembly import preflight
-from flatout.assembly.preflight import check, check_upload, open_dataset
-from flatout.config.registry import MODELS
+from flatout.assembly.preflight import check, open_dataset
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
-from flatout.errors import ConfigError, DataError, HardwareError, MissingPackage
+from flatout.errors import ConfigError, DataError, HardwareError
 
 
 @pytest.mark.parametrize(
@@ -27,13 +24,6 @@ def test_invalid_settings_are_reported(tiny_config, key, value, error, said):
         check(tiny_config(**{key.replace(".", "__"): value}))
 
 
-def test_references_are_checked_when_imported(tiny_config):
-    config = tiny_config(model__kind="nowhere:Model", optim__kind="nowhere:optimizer")
-    check(config)
-    with pytest.raises(ConfigError, match="no Python module 'nowhere'"):
-        MODELS.get(config.model.kind)
-
-
 def test_each_dataset_of_a_mix_must_contain_a_sequence(write_tiny, tmp_path):
     large, small = write_tiny(tmp_path / "large"), write_tiny(tmp_path / "small", num_documents=1)
     tokens = Dataset.open(small).split("train").num_tokens
@@ -44,20 +34,3 @@ def test_each_dataset_of_a_mix_must_contain_a_sequence(write_tiny, tmp_path):
         open_dataset(load_config(None, [mix, f"data.seq_len={tokens}"]))
     advised = int(bad.value.fix.partition("data.seq_len=")[2].partition(",")[0])
     assert 1 <= advised <= tokens // 8
-
-
-def test_a_package_that_an_upload_needs_is_missed_before_training(monkeypatch, tmp_path):
-    def missing(url, **_):
-        raise ImportError("Install s3fs to access S3")
-
-    words = ["checkpoint.upload=s3://bucket/runs"]
-    with monkeypatch.context() as patched:
-        patched.setattr(fsspec.core, "url_to_fs", missing)
-        with pytest.raises(MissingPackage, match=r's3fs.*pip install "flatout\[s3\]"'):
-            check_upload(load_config(None, words).checkpoint)
-        check_upload(load_config(None, ["checkpoint.upload=none"]).checkpoint)
-    words = [f"checkpoint.upload=file://{tmp_path}/backup", "checkpoint.compress=zstd"]
-    check_upload(load_config(None, words).checkpoint)
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r'zstandard.*pip install "flatout\[zstd\]"'):
-        check_upload(load_config(None, words).checkpoint)

@@ -1,7 +1,5 @@
 """Open settings are resolved, and contradictory sizes are rejected."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

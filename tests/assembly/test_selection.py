@@ -1,7 +1,5 @@
 """Every speedup gets a decision and a reason from the request, the machine and the defaults."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -115,26 +113,6 @@ def test_a_named_speedup_takes_the_place_of_one_that_auto_chose():
     assert found["fp16"].on
     assert not found["bf16"].on
     assert "fp16" in found["bf16"].reason
-
-
-@pytest.mark.parametrize(
-    ("request_", "fixes"),
-    [
-        ("bf16,fp16", {"fp16", "bf16"}),
-        ("auto,+bf16,-compile,+fp16", {"auto,-compile,+fp16", "auto,+bf16,-compile"}),
-        ("bf16,+fp16", {"+fp16", "auto,bf16"}),
-        ("+bf16,+fp16", {"+fp16", "+bf16"}),
-    ],
-)
-def test_two_named_speedups_for_one_part_are_rejected_with_a_fix_for_each(request_, fixes):
-    with pytest.raises(ConfigError, match="both set 'precision'") as refused:
-        on(request_, HOPPER, device="cuda")
-    fix = refused.value.fix.removeprefix("Remove one of the two: ").removesuffix(".")
-    assert {way.removeprefix("speedups=") for way in fix.split(" or ")} == fixes
-    for way in fixes:
-        assert len(on(way, HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
-    with pytest.raises(ConfigError, match="both set 'precision'"):
-        assemble(["bf16", "fp16"])
 
 
 @pytest.mark.parametrize(
@@ -265,11 +243,6 @@ def test_a_cpu_with_bfloat16_uses_it_for_products_only():
         on("bf16-products", CPU)
     with pytest.raises(HardwareError, match="uses a GPU"):
         on("bf16-products", HOPPER)
-
-
-def test_train_precision_and_speedups_must_agree():
-    with pytest.raises(ConfigError, match="contradict"):
-        on("auto,+bf16", CPU, "train.precision=fp32")
 
 
 def test_a_precision_is_never_provided_by_a_speedup_that_is_omitted():

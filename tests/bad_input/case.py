@@ -1,7 +1,5 @@
 """Run a command line with bad input in a small directory, and return its answer."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -50,10 +50,5 @@ Muon
         ("train.init_from=",),
         may_change=("runs/adapters",),
     ),
-    Case(
-        "QLoRA",
-        "train my.yaml load_in_4bit=true",
-        ("'load_in_4bit'",),
-        ("there is no QLoRA",),
-    ),
+    Case("QLoRA", "train my.yaml load_in_4bit=true", ("'load_in_4bit'",), ("there is no QLoRA",)),
 ]

@@ -1,7 +1,5 @@
 """Checkpoint uploads."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -1,7 +1,5 @@
 """The benchmark that a test file is named after."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

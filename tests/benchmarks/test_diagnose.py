@@ -1,7 +1,5 @@
 """The table of planted faults counts a trial as right only when its fault is named first."""
 
-from __future__ import annotations
-
 
 def row(fault, strength, *findings):
     return {"fault": fault, "strength": strength, "findings": list(findings)}

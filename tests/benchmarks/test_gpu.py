@@ -1,7 +1,5 @@
 """The list of GPU steps: each becomes one line, and the same command continues."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The FFT form of the recurrence, a baseline, matches the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The size of code, on sources small enough to count by hand."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

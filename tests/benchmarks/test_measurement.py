@@ -1,7 +1,5 @@
 """What benchmarks share: turns, spreads, tables, result files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmark of published runs predicts each of them."""
 
-from __future__ import annotations
-
 import statistics
 
 

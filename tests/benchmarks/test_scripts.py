@@ -1,7 +1,5 @@
 """The benchmark on foreign scripts: its tables are sound, and it counts what was named."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A file or a list of overrides with several words of another tool is answered at once."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

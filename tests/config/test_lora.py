@@ -1,7 +1,5 @@
 """The section `lora`: values, contradictions, files of runs without it."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.config.schema import RunConfig, load_config, validate

@@ -1,7 +1,5 @@
 """Messages for a wrong key or value suggest a key, and state its valid values and its help."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.config.schema import load_config

@@ -18,17 +18,6 @@ def test_values_are_parsed_as_yaml_except_for_text_keys():
     }
 
 
-@pytest.mark.parametrize("text", ["optim.lr", "=3", ".=3", "optim.=3", ".lr=3", "optim..lr=3"])
-def test_an_override_without_a_key_is_rejected(text):
-    with pytest.raises(ConfigError, match="is not an override"):
-        parse_overrides([text], RunConfig)
-
-
-def test_invalid_yaml_is_quoted_in_full():
-    with pytest.raises(ConfigError, match=r"'optim\.betas=\[0\.9' is not YAML.*quote"):
-        parse_overrides(["optim.betas=[0.9"], RunConfig)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,7 +1,5 @@
 """Each recipe states the number of parameters of its model."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Registries find entries by their files, and import them only when needed."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -141,17 +139,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plot",
-        "deploy",
-        "test",
-        "infer",
-        "restore",
-        "inference",
-    ],
-)
+@pytest.mark.parametrize("name", ["plot", "deploy", "test", "infer", "restore", "inference"])
 def test_a_name_far_from_every_command_gets_no_guess(name):
     assert nearest(name, registry.COMMANDS.names()) is None
 
@@ -234,9 +222,7 @@ def test_the_error_names_a_missing_import_inside_a_users_file(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "folder",
-    [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS],
-    ids=lambda f: f.folder,
+    "folder", [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS], ids=lambda f: f.folder
 )
 def test_every_built_in_entry_loads_and_has_a_description(folder):
     assert folder.names()

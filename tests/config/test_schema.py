@@ -1,19 +1,11 @@
 """RunConfig: layers, overrides, rejected values and their messages, digests, differences."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 
 from flatout.config import registry
 from flatout.config.messages import all_keys
-from flatout.config.schema import (
-    ALTERNATIVES,
-    RunConfig,
-    difference,
-    load_config,
-    validate,
-)
+from flatout.config.schema import ALTERNATIVES, RunConfig, difference, load_config, validate
 from flatout.config.sections import Section, Share
 from flatout.errors import ConfigError
 

@@ -12,10 +12,7 @@ from flatout.errors import ConfigError
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        (
-            lambda: flatout.export(to="foo"),
-            "to='foo' must be 'huggingface' or 'safetensors'.",
-        ),
+        (lambda: flatout.export(to="foo"), "to='foo' must be 'huggingface' or 'safetensors'."),
         (
             lambda: flatout.export(dtype="int3"),
             "dtype='int3' must be 'float32', 'bfloat16', 'float16' or None.",

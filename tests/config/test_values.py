@@ -1,7 +1,5 @@
 """Values reach a run as they were written, and its files return them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

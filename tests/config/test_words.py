@@ -1,7 +1,5 @@
 """Another tool's word is answered with its counterpart."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from contextlib import ExitStack
@@ -27,7 +25,7 @@ from flatout.config.registry import (
 )
 from flatout.config.schema import RunConfig, load_config, validate
 from flatout.config.words import TABLE, listings, name_for, removed, value_for, word_for, words
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError
 from flatout.models.language_model import model_of
 from flatout.optim.schedule import SCHEDULES
 
@@ -235,11 +233,3 @@ def test_a_section_without_a_counterpart_answers_for_its_keys():
     assert word_for("deepspeed.stage") is word_for("deepspeed")
     assert word_for("checkpoint.interval").key == "checkpoint.every_steps"
     assert word_for("model.num_layer") is None
-
-
-def test_the_error_of_a_dataset_names_the_card(tmp_path, monkeypatch):
-    from flatout.data.prepare.request.inputs import open_corpus
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="Did you mean 'fineweb-edu-10bt'"):
-        open_corpus(["finewebedu"])

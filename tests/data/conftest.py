@@ -1,7 +1,5 @@
 """Datasets to read, a faulty store, and stub objects; makes `texts` importable."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small tokenizer of every kind, and texts that show differences between encoders."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random
@@ -9,15 +7,7 @@ from functools import cache
 
 from hypothesis import strategies as st
 from texts import CORPUS
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from flatout.data.tokenizers import Tokenizer, make_tokenizer, parse_tokenizer

@@ -85,10 +85,7 @@ def test_a_text_of_64_mib_needs_little_memory(tmp_path):
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("tokenizer", "options"),
-    [
-        ("train:4096", {"split": "tail 0.1"}),
-        ("char", {"split": "hash 0.5", "on_bad_row": "skip"}),
-    ],
+    [("train:4096", {"split": "tail 0.1"}), ("char", {"split": "hash 0.5", "on_bad_row": "skip"})],
     ids=str,
 )
 def test_a_text_of_1_gb_needs_less_than_300_mb(tmp_path, tokenizer, options):

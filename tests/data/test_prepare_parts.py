@@ -154,12 +154,6 @@ def part_of(rows, number):
     raise AssertionError(number)
 
 
-def test_a_join_without_parts_is_rejected(rows, tmp_path):
-    with pytest.raises(DataError, match="No part of"):
-        prepare_dataset([rows], tmp_path / "out", OPTIONS, join=True)
-    assert not list(tmp_path.glob(".out*"))
-
-
 def test_the_command_reports_remaining_parts(rows, tmp_path):
     first = prepare([rows], tmp_path / "out", tokenizer="byte", part="1/2")
     assert "part 1/2 done in" in first.summary()

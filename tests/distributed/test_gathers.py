@@ -1,7 +1,5 @@
 """Weights gathered in bfloat16 are rounded as in autocast, and stay fp32 in their shards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Copies reduce gradients once per step, shards in each micro-batch, with the same result."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

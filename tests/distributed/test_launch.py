@@ -1,7 +1,5 @@
 """Several processes are started with the variables of torchrun, and end together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

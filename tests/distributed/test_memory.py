@@ -1,7 +1,5 @@
 """The estimated peak of each way to train one model in two processes is the measured one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

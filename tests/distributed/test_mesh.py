@@ -37,11 +37,7 @@ def test_the_mesh_follows_from_the_ranks_and_the_settings():
         ({"shard": 2}, 1, "parallel.shard=2 does not fit 1 process. .*--nproc-per-node 2"),
         ({"shard": 2}, 3, "parallel.shard=2 does not fit 3 processes"),
         ({"replicate": 2}, 1, "--nproc-per-node 2"),
-        (
-            {"replicate": 2, "shard": 2},
-            8,
-            "replicate=2 x parallel.shard=2 does not fit 8",
-        ),
+        ({"replicate": 2, "shard": 2}, 8, "replicate=2 x parallel.shard=2 does not fit 8"),
         ({"replicate": 2}, 4, "parallel.replicate=2 x parallel.shard=1"),
     ],
 )

@@ -1,7 +1,5 @@
 """The files in docs/clusters: valid, and the one for Slurm through signal, save and requeue."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ A block that cannot is marked in the page: `<!-- not run: REASON -->` on the lin
 take a few steps here instead of those in the page.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

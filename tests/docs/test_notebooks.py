@@ -1,7 +1,5 @@
 """The notebooks run from the first cell to the last, and are stored without outputs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

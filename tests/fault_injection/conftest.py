@@ -1,7 +1,5 @@
 """A dataset, a run to inject faults into, and the process that commands are forked from."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

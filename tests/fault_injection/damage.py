@@ -1,7 +1,5 @@
 """Damage to files, and how a command should answer it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -15,8 +15,6 @@ is up: no saved step may be lost, every checkpoint must equal that of the first 
 must end with the same bits. The exit code is 1 when something is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Training with a fault at an exact system call, injected by strace."""
 
-from __future__ import annotations
-
 import pytest
 from tracing import counted, spread_out, traced
 from victim import saved_step

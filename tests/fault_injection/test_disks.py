@@ -1,7 +1,5 @@
 """Disks that are full or read-only: messages without tracebacks, and the run goes on later."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Damaged and foreign files: each is rejected by name, or an undamaged one takes its place."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 

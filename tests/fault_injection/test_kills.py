@@ -1,7 +1,5 @@
 """Training killed at random moments: no saved step is lost, and the result is the same."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """Power loss: a run and a prepare go on from what a disk still holds, whichever writes it lost."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

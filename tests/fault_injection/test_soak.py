@@ -1,7 +1,5 @@
 """The soak finds memory and files that grow, and passes for a short time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

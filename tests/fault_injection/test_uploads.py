@@ -1,7 +1,5 @@
 """Uploads that are killed, and remote copies with damaged files: a lost run comes back."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The replay of a write log tells what survives a power loss."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -92,9 +90,7 @@ def test_appends_seeks_cuts_links_and_directorys_are_followed(disk):
 
 def test_calls_that_threads_interleave_are_joined(disk):
     tree = disk(
-        CREATED,
-        'write(3<{a}>, "{word}", 4 <unfinished ...>',
-        "<... write resumed>) = 4",
+        CREATED, 'write(3<{a}>, "{word}", 4 <unfinished ...>', "<... write resumed>) = 4"
     ).tree(everything)
     assert tree["/a"] == b"word"
 

@@ -1,7 +1,5 @@
 """strace attached to a child: which system calls it makes, and faults at exact ones."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A small training run to inject faults into, and what is wrong with it afterwards."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -71,10 +71,7 @@ def main():
             answer = None if code == 0 else said.getvalue()
         elif "start" in request:
             answer = start(
-                request["start"],
-                request["output"],
-                request["environment"],
-                request["stopped"],
+                request["start"], request["output"], request["environment"], request["stopped"]
             )
         else:
             answer = wait(request["wait"], request["seconds"])

@@ -1,7 +1,5 @@
 """A made-up trace file of two steps on a GPU, in the profiler's format. Times are in us."""
 
-from __future__ import annotations
-
 US = 1e-6
 
 

@@ -1,7 +1,5 @@
 """A clock of the test's own work: whatever else the machine does, nothing takes longer on it."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """The ablation, the sweeps and what they keep, with imaginary trials, and once with real ones."""
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import suppress

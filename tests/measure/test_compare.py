@@ -1,7 +1,5 @@
 """Two commands race: which is faster, do their losses agree, and what the gate says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

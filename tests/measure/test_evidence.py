@@ -1,7 +1,5 @@
 """Evidence: what is unknown stays None, also on its way between processes."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

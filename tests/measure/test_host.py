@@ -1,7 +1,5 @@
 """What the driver reports becomes facts about the GPU. What it does not report stays unknown."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The moves of a recipe: what a bench measures, what tune can reach, and what both leave alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Trials of imaginary settings race in turns: their ratios, intervals and losses."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

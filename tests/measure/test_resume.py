@@ -1,7 +1,5 @@
 """A recipe is trained with and without a stop, and every bit is compared."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

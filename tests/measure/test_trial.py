@@ -1,7 +1,5 @@
 """A trial in its own process always gives a result."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The whole search of a recipe, with imaginary trials, and once with real ones."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -10,7 +8,7 @@ from made_up import OUT_OF_MEMORY, MadeUp
 
 from flatout.assembly import measured
 from flatout.config.schema import load_config
-from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
+from flatout.errors import HardwareError, Interrupted, RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure import moves, resolving
 from flatout.measure import tune as tuning
@@ -190,14 +188,6 @@ def test_a_stated_batch_is_tuned_and_said(tune, tiny_config):
     found = tune(machine, config=tiny_config(), progress=progress, only=["batch"])
     assert found.best.rows_per_device == 8
     assert any("The recipe sets 4 rows per micro-batch" in line for line in lines)
-
-
-def test_a_file_of_another_program_is_not_replaced(tune, tiny_config, tmp_path):
-    (tmp_path / "tuned.yaml").write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="did not write it"):
-        tune(MadeUp())
-    with pytest.raises(ConfigError, match="Cannot write"):
-        run_tune(tiny_config(), out=tmp_path / "tuned.yaml" / "tuned.yaml")
 
 
 @pytest.mark.faults

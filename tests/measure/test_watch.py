@@ -1,7 +1,5 @@
 """`flatout.watch` measures a loop, names its faults, and never changes what the loop does."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

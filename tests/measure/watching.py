@@ -1,7 +1,5 @@
 """A small training loop, watched, for the tests of `flatout.watch`."""
 
-from __future__ import annotations
-
 import torch
 
 WIDTH = 16

@@ -1,7 +1,5 @@
 """A user's torch module, adapted as docs/extend.md shows, works in every command."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

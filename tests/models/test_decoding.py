@@ -33,10 +33,7 @@ TRANSFORMERS = {
         "rotary_scaling": "linear",
         "rotary_factor": 4.0,
     },
-    "windows in some layers": {
-        "window": 5,
-        "full_attention_every": 2,
-    },
+    "windows in some layers": {"window": 5, "full_attention_every": 2},
 }
 EIGENSTATES = {"default": {}, "learned positions": {"positions": "learned"}}
 OWN = {"transformer": TRANSFORMERS, "eigenstate": EIGENSTATES}

@@ -232,15 +232,6 @@ def test_ignored_targets_do_not_count(shape):
     torch.testing.assert_close(model.next_logits(tokens), logits[:, -1])
 
 
-@pytest.mark.parametrize("kind", MODELS.names())
-def test_unknown_and_wrong_keys_are_named(kind):
-    model_class = MODELS.get(kind)
-    with pytest.raises(ConfigError, match=r"model\.vocab_siz.*model\.vocab_size"):
-        model_class.check({"vocab_siz": 10, "vocab_size": 10}, seq_len=8)
-    with pytest.raises(ConfigError, match=r"model\.vocab_size"):
-        model_class.check({"vocab_size": 0}, seq_len=8)
-
-
 def test_a_key_of_another_kind_names_that_kind():
     """It happens when model.kind=eigenstate overrides a recipe for a transformer."""
     check = MODELS.get("eigenstate").check

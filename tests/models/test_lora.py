@@ -3,8 +3,6 @@
 Letters: B rows, T tokens, I width in, O width out, R rank.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotary tables: a part of each head, and stretched wavelengths."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,13 +3,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import (
-    CASES,
-    LONG,
-    assert_close_to_largest,
-    random_inputs,
-    with_gradients,
-)
+from attention_cases import CASES, LONG, assert_close_to_largest, random_inputs, with_gradients
 from op_variants import variants
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """What needs float64 moves to the CPU for a device without it, and nowhere else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,5 @@
 """GPU kernels against the references on the CPU in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_cases import (

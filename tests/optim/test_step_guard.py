@@ -1,7 +1,5 @@
 """Bad steps are found, counted and skipped. Nothing else changes."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from importlib.util import find_spec
@@ -13,12 +11,7 @@ from torch import nn
 
 from flatout.ops import newton_schulz
 from flatout.optim.muon import Muon
-from flatout.optim.step_guard import (
-    StepGuard,
-    reads_flag,
-    step_unless,
-    step_with_flag,
-)
+from flatout.optim.step_guard import StepGuard, reads_flag, step_unless, step_with_flag
 
 
 def judged(guard, norm, loss=2.0):

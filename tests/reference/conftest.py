@@ -1,7 +1,5 @@
 """The recordings are made by a script beside the tests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -10,8 +10,6 @@ The environment below makes the arithmetic of a CPU the same on every x86 machin
 no instructions that only some processors have. The decisions take some two minutes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@
 them again in the same commit and say there what differs and why.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Parse the source files that the rules check, without importing them."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Commands, options, keys, make targets, links and names in the documentation exist."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Tensor functions state shapes, and config fields have help."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -107,7 +105,4 @@ def test_the_rules_see_offenders(source):
     )
     assert [
         line for path, node in config_classes([config]) for line in fields_without_help(path, node)
-    ] == [
-        "flatout/example.py:4 A.y",
-        "flatout/example.py:7 B.w",
-    ]
+    ] == ["flatout/example.py:4 A.y", "flatout/example.py:7 B.w"]

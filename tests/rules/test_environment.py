@@ -1,7 +1,5 @@
 """Only three files read environment variables, so that no other code depends on the shell."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -1,7 +1,5 @@
 """Errors say what happened and how to fix it, have flatout's own types, and are not swallowed."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 

@@ -1,7 +1,5 @@
 """No file names a machine's paths, a package index, or who wrote it and where."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 

@@ -1,7 +1,5 @@
 """Limits: lines of a file and of a function, code tokens of a room, frames down to `backward`."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

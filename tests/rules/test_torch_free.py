@@ -1,7 +1,5 @@
 """`import flatout`, `--help`, `list`, `prepare` and `inspect` never import torch: it is slow."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -107,7 +105,3 @@ def test_a_model_that_is_not_compiled_imports_no_compiler(root, fox_run):
     )
     slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "tensorboard"}
     assert sorted(modules_after("\n    ".join(lines), root) & slow) == []
-
-
-def test_the_rule_finds_an_import_of_torch(root):
-    assert "torch" in heavy(modules_after("import torch", root))

@@ -1,7 +1,5 @@
 """A wheel contains the package and nothing else, and works from any directory."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The generated part of docs/speedups.md."""
 
-from __future__ import annotations
-
 from flatout.assembly.choices import all_speedups
 
 

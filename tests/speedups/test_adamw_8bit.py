@@ -1,7 +1,5 @@
 """8-bit moments: close to fp32 ones, as small as the estimate, and saved in full."""
 
-from __future__ import annotations
-
 import re
 import sys
 

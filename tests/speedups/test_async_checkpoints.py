@@ -1,7 +1,5 @@
 """Whole runs with background saves: the same losses, the same checkpoints, the same endings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

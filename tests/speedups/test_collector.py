@@ -1,7 +1,5 @@
 """Python collects at fixed steps during the loop, and as before once it has ended in any way."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

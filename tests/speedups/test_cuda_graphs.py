@@ -1,7 +1,5 @@
 """CUDA graphs are recorded around the whole model; no graph owns the memory of gradients."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

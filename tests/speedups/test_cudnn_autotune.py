@@ -1,7 +1,5 @@
 """cuDNN's benchmark mode is a process setting: it is on in the loop and restored afterwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Without a GPU the rounding is emulated.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Adding a speedup takes one file or folder, and deleting one touches nothing else."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 from functools import cache
@@ -12,13 +10,7 @@ import pytest
 from table import tables
 
 import flatout.speedups
-from flatout.assembly.choices import (
-    all_speedups,
-    assemble,
-    parse_request,
-    select,
-    speedups_for,
-)
+from flatout.assembly.choices import all_speedups, assemble, parse_request, select, speedups_for
 from flatout.cli.commands.list import list_entries
 from flatout.config import registry
 from flatout.config.registry import PACKAGE_DIR, RECIPES, SPEEDUPS

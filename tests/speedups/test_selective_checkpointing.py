@@ -1,7 +1,5 @@
 """Backward recomputes what is cheap, and none of the operations that are kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

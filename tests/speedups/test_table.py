@@ -1,7 +1,5 @@
 """docs/speedups.md lists every speedup; `pytest tests/speedups --write-tables` updates it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from table import tables

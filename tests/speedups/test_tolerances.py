@@ -1,7 +1,5 @@
 """Every speedup in the registry stays within its tolerance. A new one needs no new test code."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Where triton-scan is used, and the reason where it is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.assembly import speedup
@@ -37,11 +35,7 @@ def test_auto_uses_it_on_a_gpu():
     ("machine", "overrides", "reason"),
     [
         (CPU, ["train.device=cpu"], "needs an NVIDIA GPU of compute capability 7.0"),
-        (
-            gpu((6, 1)),
-            [],
-            "needs compute capability 7.0. The a GPU has 6.1.",
-        ),
+        (gpu((6, 1)), [], "needs compute capability 7.0. The a GPU has 6.1."),
         (gpu((9, 0)), ["model.kind=transformer"], "makes no use of scan"),
     ],
 )

@@ -1,7 +1,5 @@
 """FLATOUT_CACHE names the cache directory of everything, and a wrong value is answered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

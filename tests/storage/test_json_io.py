@@ -1,7 +1,5 @@
 """JSON lines of a file that may still grow."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.errors import CheckpointError

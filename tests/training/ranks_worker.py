@@ -54,11 +54,7 @@ def local(run):
     weights = {
         name: slices.local_part(t).numpy().tobytes() for name, t in run.core.state_dict().items()
     }
-    return (
-        losses,
-        sorted(slices.local_part(t).numpy().tobytes() for t in tensors),
-        weights,
-    )
+    return (losses, sorted(slices.local_part(t).numpy().tobytes() for t in tensors), weights)
 
 
 def on_all_ranks(mesh, true):

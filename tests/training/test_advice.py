@@ -1,7 +1,5 @@
 """Suggested commands quote paths and settings that a shell would split or execute."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

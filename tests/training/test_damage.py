@@ -1,7 +1,5 @@
 """No deleted, renamed or retyped key in a JSON or YAML file of a run causes a traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -3,8 +3,6 @@
 tests/training/test_gpu.py tests it on a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

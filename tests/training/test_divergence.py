@@ -1,7 +1,5 @@
 """Bad steps in a whole run: skipped, logged, and reported when there are too many."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import ClassVar

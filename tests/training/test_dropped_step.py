@@ -1,7 +1,5 @@
 """A signal during an optimiser step drops the step. The resumed run repeats it exactly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Steps and evaluations of conversations with long prompts, of which most have no target."""
 
-from __future__ import annotations
-
 import json
 import math
 

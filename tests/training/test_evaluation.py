@@ -1,7 +1,5 @@
 """The validation loss is the mean over all targets for any batch size; runs are unaffected."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The same command completes a first start that was killed or failed to write."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

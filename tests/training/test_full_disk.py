@@ -1,7 +1,5 @@
 """A disk that rejects a run's small files ends it with a message, except for exit_code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Whole runs on one GPU with the speedups that `auto` selects."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -86,10 +84,7 @@ SETTINGS = {
     "eager": {"speedups": "auto,-compile", "model__dropout": 0.1},
     "compiled": {"speedups": "auto,+compile"},
     "documents": {"speedups": "auto,-compile", "data__document_mask": True},
-    "flex": {
-        "speedups": "auto,-compile,+flex-attention",
-        "data__document_mask": True,
-    },
+    "flex": {"speedups": "auto,-compile,+flex-attention", "data__document_mask": True},
     "eigenstate": {"speedups": "auto,-compile", "model__kind": "eigenstate"},
 }
 

@@ -1,7 +1,5 @@
 """A run that runs out of memory starts again from its last checkpoint with half the rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

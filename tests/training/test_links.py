@@ -1,7 +1,5 @@
 """A run does not write through links: an untrusted run directory cannot change other files."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

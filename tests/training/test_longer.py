@@ -1,7 +1,5 @@
 """An extended run equals one that had that length from the start."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -137,10 +135,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     "killed_in",
-    [
-        (layout, "write_config"),
-        pytest.param((training, "claimed"), marks=pytest.mark.faults),
-    ],
+    [(layout, "write_config"), pytest.param((training, "claimed"), marks=pytest.mark.faults)],
 )
 def test_a_kill_while_the_length_is_written_loses_nothing(
     tiny_config, tmp_path, folder, monkeypatch, killed_in

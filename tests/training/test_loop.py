@@ -1,7 +1,5 @@
 """`train.patience`: a run ends that many evaluations after its best one, even across stops."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run whose directory is moved, deleted or taken ends with a sentence and writes nothing more."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Torch's errors in a run are replaced by ours, with a fix."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The rate of a finished run is recorded for later plans."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.assembly.measured import runs_here

@@ -1,7 +1,5 @@
 """A run from its configuration to its summary, stopped and resumed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """When a run saves, and what each checkpoint states about itself."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -1,7 +1,5 @@
 """Two processes have the losses of one, with DDP and with fully_shard, however they start."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

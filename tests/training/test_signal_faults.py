@@ -1,7 +1,5 @@
 """Signals to real processes, in every phase. No process stays, and the run continues exactly."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -140,9 +140,7 @@ def test_the_announcement_names_no_work_that_can_be_interrupted():
     assert messages == ["SIGUSR1 received: the run saves and stops."]
 
 
-def test_several_gpus_vote_before_every_eighth_micro_batch_and_one_process_before_each(
-    monkeypatch,
-):
+def test_several_gpus_vote_before_every_eighth_micro_batch_and_one_process_before_each(monkeypatch):
     with StopRequests() as stop:
         asked = []
         monkeypatch.setattr(stop, "requested", lambda run: asked.append(run) or False)

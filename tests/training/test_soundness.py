@@ -1,7 +1,5 @@
 """A wrong value that a device computes is named before it is saved, or spoils an evaluation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The arithmetic of a step: micro-batches, masked targets, clipping, loss scaling, dropping."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

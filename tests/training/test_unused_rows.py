@@ -1,7 +1,5 @@
 """A dataset that was prepared with other tokenizers than the recipe's is named at the start."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.cli.commands.prepare import prepare

@@ -1,7 +1,5 @@
 """A failed compilation is reported once, and the run continues uncompiled."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

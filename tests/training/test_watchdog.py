@@ -1,7 +1,5 @@
 """The watchdog: what it says about a source, a save and a rank that hang, and how it ends them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -84,10 +82,7 @@ def test_a_process_that_stops_shows_so_in_its_exit_code(idle_run):
 def test_every_rank_adds_its_stacks_and_only_the_first_one_speaks(idle_run, events):
     run, codes, said = idle_run(watchdog_minutes=0.01, watchdog_stop="true"), [], []
     second = SimpleNamespace(**vars(run) | {"mesh": replace(ALONE, rank=1, world_size=2)})
-    with (
-        Watchdog(run, say=said.append, end=codes.append),
-        Watchdog(second, end=codes.append),
-    ):
+    with Watchdog(run, say=said.append, end=codes.append), Watchdog(second, end=codes.append):
         wait_until(lambda: len(codes) >= 2)
     assert len(said) == len(events(run.folder, "stall")) == 1
     text = (run.folder / "watchdog.txt").read_text()

@@ -1,7 +1,5 @@
 """Fixtures of the tests of trust: a temporary home directory, and an untrusted run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the user named for a run is stored per run directory. A flag is not remembered."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Opening a run, checkpoint, dataset or recipe from elsewhere imports only trusted code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

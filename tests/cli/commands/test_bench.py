@@ -1,7 +1,5 @@
 """`flatout bench`: its options and errors; tests/measure has the measurements."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

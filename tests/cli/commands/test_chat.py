@@ -4,7 +4,6 @@ import io
 import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,19 +73,6 @@ def test_an_export_answers_as_its_run_does(run, tmp_path, to):
     assert texts[0] == texts[1]
     with pytest.raises(ConfigError, match="single model"):
         generate(made.path, checkpoint="last")
-
-
-def test_a_model_without_a_tokenizer_or_a_template_is_rejected(run, tmp_path):
-    made = Path(export(run, "huggingface", tmp_path / "export").path)
-    settings = json.loads((made / "tokenizer_config.json").read_text())
-    (made / "manifest.json").unlink()
-    (made / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
-    with pytest.raises(ConfigError, match="has no chat template"):
-        chat(made, lines=["Hi\n"])
-    assert chat(made, lines=["Hi\n"], max_tokens=2, chat_template="plain").conversations
-    (made / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
-        generate(made)
 
 
 def test_lines_are_turns_and_the_result_is_chat_data(run):
@@ -171,16 +157,6 @@ def test_turns_omitted_are_reported_on_standard_error(run, capsys, monkeypatch):
     assert code == 0
     assert err.count("does not see its oldest turns") == 1
     assert "oldest turns" not in out
-
-
-def test_a_run_without_conversations_needs_a_named_template(tiny_run):
-    with pytest.raises(ConfigError, match="not trained on chat data") as found:
-        chat(tiny_run, lines=["It was"])
-    assert "--chat-template chatml" in found.value.fix
-    letters = tiny_run.parent / "letters.jinja"
-    letters.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    result = chat(tiny_run, lines=["It was"], chat_template=str(letters), max_tokens=3)
-    assert len(result.conversations) == 1
 
 
 def test_a_mistake_is_reported_with_its_fix(run, capsys):

@@ -1,7 +1,5 @@
 """`flatout convert` renames what means the same, and answers every other key."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,7 +9,7 @@ from flatout.cli.commands.convert import convert_config
 from flatout.config.documents import read_document
 from flatout.config.schema import load_config
 from flatout.config.words import listings
-from flatout.errors import ConfigError, OutputInUse
+from flatout.errors import OutputInUse
 
 TRAINER = {
     "output_dir": "out",
@@ -65,7 +63,7 @@ def test_keys_that_mean_the_same_are_in_the_recipe_and_every_other_key_is_answer
     assert [item.key for item in found.items] == [*TRAINER]
     outcomes = {item.key: item.outcome for item in found.items}
     assert [key for key, outcome in outcomes.items() if outcome == "unnecessary"] == [
-        *("output_dir", "max_steps", "fp16", "warmup_steps"),
+        *("output_dir", "max_steps", "fp16", "warmup_steps")
     ]
     assert (outcomes["adam_beta1"], outcomes["rope_scaling"], outcomes["colour"]) == (
         *("by_hand", "missing"),
@@ -116,20 +114,6 @@ def test_no_file_is_replaced(old, tmp_path):
     (tmp_path / "my.yaml").write_text("name: mine\n")
     with pytest.raises(OutputInUse, match="exists"):
         convert_config(old, tmp_path / "my.yaml")
-
-
-def test_nothing_is_written_when_no_key_is_known(tmp_path):
-    (tmp_path / "old.yaml").write_text("colour: red\n")
-    with pytest.raises(ConfigError, match="no key with a counterpart"):
-        convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
-    assert not (tmp_path / "my.yaml").exists()
-
-
-def test_python_files_are_not_read(tmp_path):
-    (tmp_path / "old.py").write_text("batch_size = 12\n")
-    with pytest.raises(ConfigError, match="neither YAML nor JSON") as refused:
-        convert_config(tmp_path / "old.py", tmp_path / "my.yaml")
-    assert "docs/coming-from.md" in refused.value.fix
 
 
 @pytest.mark.parametrize("tool", listings())

@@ -1,7 +1,5 @@
 """`flatout diagnose` on the command line; tests/measure has the measurements."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`flatout plan`: what a run will need, without data and without a GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """`flatout profile`: its result and its text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`flatout report`: what it reads, where it writes, and what it rejects."""
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import json

@@ -11,7 +11,7 @@ import pytest
 from flatout.cli.commands.runs import runs
 from flatout.config.schema import load_config
 from flatout.display import terminal_text
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import CheckpointError
 from flatout.storage.json_io import append_line
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
@@ -115,11 +115,7 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path, text):
     found = {Path(item.run).name: item for item in runs(tmp_path).items}
     assert {
         name: (item.state, item.settings.get("train.steps")) for name, item in found.items()
-    } == {
-        "one": ("killed", 10),
-        "two": ("killed", 20),
-        "bad": ("damaged", None),
-    }
+    } == {"one": ("killed", 10), "two": ("killed", 20), "bad": ("damaged", None)}
 
 
 def test_differences_between_runs_of_a_recipe_are_shown(tmp_path, monkeypatch):
@@ -220,8 +216,3 @@ def test_nothing_is_deleted_while_the_run_trains_or_through_a_link(fox, tmp_path
     with pytest.raises(CheckpointError, match="symbolic link"):
         runs(fox, keep=1)
     assert list(elsewhere.iterdir())
-
-
-def test_what_deletes_needs_a_run(fox):
-    with pytest.raises(ConfigError, match="--keep deletes checkpoints of one run"):
-        runs(keep=1)

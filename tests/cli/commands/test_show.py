@@ -1,7 +1,5 @@
 """`flatout show` prints a recipe to copy."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.cli import main as cli

@@ -1,7 +1,5 @@
 """`flatout train`: its summary."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.cli.commands.train import SAMPLE_LINES, TrainResult, train
@@ -71,10 +69,7 @@ def test_each_number_is_worded_as_it_is(tmp_path, more, line):
 
 @pytest.mark.parametrize(
     ("more", "word"),
-    [
-        ({"best_step": 500}, "best "),
-        ({"skipped_steps": 0, "alarms": 0}, "events.jsonl"),
-    ],
+    [({"best_step": 500}, "best "), ({"skipped_steps": 0, "alarms": 0}, "events.jsonl")],
 )
 def test_what_says_nothing_is_omitted(tmp_path, more, word):
     assert word not in shown(tmp_path, **more)

@@ -1,7 +1,5 @@
 """`flatout tune`: its options and errors; tests/measure has the search."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -59,7 +59,7 @@ def test_all_that_is_known_is_shown():
     assert loss.endswith("▁ · validation 2.200")
     assert others == [
         "  device  MFU 32.1% · 12.00 GiB · 31.25 GiB peak · 33.50 GiB held · GPU 97% · 412 W · "
-        "data wait 0.4%",
+        "data wait 0.4%"
     ]
 
 

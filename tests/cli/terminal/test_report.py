@@ -29,12 +29,7 @@ def line_of(terminal):
 
 CONFIG = load_config(
     None,
-    [
-        "batch.rows_per_device=4",
-        "batch.accumulate=2",
-        "optim.kind=adamw",
-        "train.precision=bf16",
-    ],
+    ["batch.rows_per_device=4", "batch.accumulate=2", "optim.kind=adamw", "train.precision=bf16"],
 )
 
 

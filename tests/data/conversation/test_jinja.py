@@ -111,10 +111,7 @@ def test_a_template_cannot_fill_the_memory(text, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    ],
+    "text", ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"]
 )
 def test_a_template_cannot_run_for_ever(text, monkeypatch):
     monkeypatch.setattr(jinja, "CPU_S", 1)

@@ -15,8 +15,6 @@ from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse
 
-IM = ("<|im_start|>", "<|im_end|>")
-
 
 @pytest.fixture
 def rows(tmp_path):
@@ -165,12 +163,6 @@ def test_another_template_is_another_dataset(rows, tmp_path):
         prepared(rows, tmp_path, chat="chatml")
     with pytest.raises(OutputInUse, match="chat_template is 'plain', and None is requested"):
         prepared(rows, tmp_path, chat=None, text_field="id")
-
-
-def test_text_without_rows_has_no_conversations(tmp_path):
-    (tmp_path / "book.txt").write_text("Hi")
-    with pytest.raises(DataError, match="has no rows"):
-        prepared(tmp_path / "book.txt", tmp_path)
 
 
 def answers(tmp_path, *flags):

@@ -87,11 +87,7 @@ def write_files(folder, files):
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        (TOKENIZER, "eos_token", "<|nope|>"),
-        (MAP, "eos_token", "<|nope|>"),
-    ],
+    ("name", "key", "value"), [(TOKENIZER, "eos_token", "<|nope|>"), (MAP, "eos_token", "<|nope|>")]
 )
 def test_an_end_of_text_that_the_vocabulary_lacks_is_an_error(tmp_path, name, key, value):
     folder = write_files(tmp_path / "hf", {name: {key: value}})

@@ -190,11 +190,7 @@ def test_long_steps_report_progress_to_the_end(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(make, "range_bytes", lambda _: 1200)
     listener = Listener()
     prepared(rows, out=tmp_path / "out", tokenizer="train:300", progress=listener)
-    assert [task.split()[0] for task in listener.tasks] == [
-        "Counting",
-        "Training",
-        "Tokenising",
-    ]
+    assert [task.split()[0] for task in listener.tasks] == ["Counting", "Training", "Tokenising"]
     assert listener.done["Counting documents"] == 300
     assert listener.done["Tokenising"] == pytest.approx(rows.stat().st_size / 1e6)
 

@@ -1,7 +1,5 @@
 """Parquet files, and servers on loopback: a web server, and a hub of Hugging Face datasets."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

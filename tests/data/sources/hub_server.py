@@ -1,7 +1,5 @@
 """A Hugging Face hub of datasets on loopback, with the layout of the real one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

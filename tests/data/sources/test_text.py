@@ -110,7 +110,7 @@ def test_the_command_that_converts_a_file_is_named(tmp_path, encoding, content, 
     command = row.fix.partition("`")[2].partition("`")[0]
     new = tmp_path / "my note.utf8.txt"
     assert shlex.split(command) == [
-        *("iconv", "-f", named, "-t", "UTF-8", str(path), ">", str(new)),
+        *("iconv", "-f", named, "-t", "UTF-8", str(path), ">", str(new))
     ]
     assert row.fix.endswith("or skip such documents with --on-bad-row skip.")
     if shutil.which("iconv"):

@@ -1,7 +1,5 @@
 """Mixes: exact shares, each dataset in its own order, the right masks and documents."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -142,8 +142,7 @@ def test_sizes_are_checked_when_a_directory_is_opened(write_set, name):
     for torn in (whole[:-1], whole + b"x"):
         (folder / name).write_bytes(torn)
         with pytest.raises(
-            DataError,
-            match=rf"{name} has {len(torn)} bytes, not {len(whole)}\..*prepare",
+            DataError, match=rf"{name} has {len(torn)} bytes, not {len(whole)}\..*prepare"
         ):
             Dataset.open(folder)
     (folder / name).unlink()

@@ -1,7 +1,5 @@
 """gigatoken encodes where it gives the same ids. Where it cannot, one line gives the reason."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import contextmanager

@@ -1,17 +1,13 @@
 """Finding a tokenizer by its name or file, and its end-of-text token."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import pytest
 from some_tokenizers import definition, tiktoken_file
 from texts import CORPUS, byte_level_json
 
 from flatout.cli.commands.prepare import TokenizerName
-from flatout.data.prepare.request.request import tokenizer_mark
 from flatout.data.tokenizers import FORMS, load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.errors import DataError
 
@@ -114,19 +110,6 @@ def test_special_and_large_files_are_not_read(tmp_path, kind):
     wanted = "is not a regular file" if kind == "fifo" else "is larger than 128 MiB"
     with pytest.raises(DataError, match=wanted):
         load_tokenizer(path)
-
-
-def test_a_file_without_read_permission_is_rejected(tmp_path, monkeypatch):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(definition("gpt2")))
-
-    def closed(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", closed)
-    for call in (lambda: make_tokenizer(str(path), give), lambda: tokenizer_mark(str(path))):
-        with pytest.raises(DataError, match=r"Cannot read .*tokenizer\.json: Permission denied\."):
-            call()
 
 
 def test_an_unusual_end_of_text_must_be_named(tmp_path):

@@ -1,7 +1,5 @@
 """Tokenizers from text, from numbers, and from .tiktoken files."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

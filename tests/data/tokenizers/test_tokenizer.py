@@ -1,7 +1,5 @@
 """A tokenizer gives the ids of `tokenizers` for its file, whatever encodes, and keeps the text."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import unicodedata

@@ -1,7 +1,5 @@
 """Runs with random weights in many shapes, saved without training."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shapes of models to export, as keys under `model.`."""
 
-from __future__ import annotations
-
 SHAPES = {
     "gpt2": {"positions": "learned", "bias": True},
     "gpt2-without-biases": {"positions": "learned", "tied_head": False},

@@ -1,7 +1,5 @@
 """An export has the scores of its run in lm-evaluation-harness, by its class for transformers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

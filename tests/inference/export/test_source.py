@@ -1,7 +1,5 @@
 """Weights are read one at a time, whole and in the type of the export."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -39,17 +37,6 @@ def test_numbers_beyond_float16_are_an_error(make_run):
     ):
         source.converted(name, torch.tensor([1e6]))
     assert source.converted(name, torch.tensor([float("inf")])).isinf()
-
-
-def test_a_run_without_a_whole_checkpoint_is_rejected(make_run):
-    run = make_run()
-    checkpoint = run / "checkpoints" / "step-0"
-    (checkpoint / "model-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"No checkpoint of .* is complete"):
-        open_source(run)
-    shutil.rmtree(checkpoint)
-    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        open_source(run)
 
 
 def test_weights_that_do_not_fit_the_config_are_named(make_run, monkeypatch):

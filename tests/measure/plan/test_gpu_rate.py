@@ -1,7 +1,5 @@
 """The predicted time of a step on GPUs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

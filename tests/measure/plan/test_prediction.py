@@ -1,7 +1,5 @@
 """Predictions state their source, and rates come from earlier runs of the same shape."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

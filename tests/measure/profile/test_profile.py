@@ -1,7 +1,5 @@
 """Profiles of real steps on the CPU: the steps, the phases, the files; and when they go wrong."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -10,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from flatout.errors import ConfigError, RunFailed
+from flatout.errors import RunFailed
 from flatout.measure.profile import profile as profiles
 from flatout.measure.profile.profile import long_enough, profile_script, run_profile
 from flatout.measure.profile.result import Profile
@@ -129,14 +127,6 @@ def test_without_a_profiler_step_times_and_phases_remain(quick, tmp_path, monkey
     assert found.profiled_step_ms > 0
     assert "profiling is not permitted." in found.notes[0]
     assert not (out / "trace.json.gz").exists()
-
-
-def test_several_processes_are_rejected(tiny_config, monkeypatch, tmp_path):
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    for name, value in (ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="one of several"):
-        run_profile(tiny_config(), steps=1, skip=0, out=tmp_path)
 
 
 def test_a_full_disk_is_named_and_nothing_is_left_behind(quick, monkeypatch, tmp_path):

@@ -1,7 +1,5 @@
 """From a trace file to numbers and text: a made-up GPU, and what happens without kernels."""
 
-from __future__ import annotations
-
 import pytest
 from chrome_trace import US, document
 

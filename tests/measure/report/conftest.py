@@ -1,7 +1,5 @@
 """Run directories as training writes them, in a few lines each."""
 
-from __future__ import annotations
-
 import json
 from textwrap import indent
 

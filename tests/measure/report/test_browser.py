@@ -3,8 +3,6 @@
 Needs the package playwright, and Chromium: from the system, or by `playwright install chromium`.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 

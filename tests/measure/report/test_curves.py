@@ -1,7 +1,5 @@
 """What a run directory says, whatever state it is in. A long curve keeps its peaks and its gaps."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The page: what it shows, complete, self-contained, and closed to what a run directory holds."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -4,8 +4,6 @@ expected.json contains logits and gradients that transformers computed;
 `python tests/models/families/write_expected.py` writes it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -27,13 +25,7 @@ from foreign_models import (
 
 from flatout.config.registry import ARCHITECTURES
 from flatout.errors import ConfigError
-from flatout.models.families import (
-    gpt2,
-    gpt_neox,
-    llama,
-    nanogpt,
-    temporal_eigenstate,
-)
+from flatout.models.families import gpt2, gpt_neox, llama, nanogpt, temporal_eigenstate
 
 EXPECTED = Path(__file__).with_name("expected.json")
 every_document = pytest.mark.parametrize("name", DOCUMENTS)

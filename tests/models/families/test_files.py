@@ -1,7 +1,5 @@
 """Weights of other tools are read from every kind of file, and nothing in a file is executed."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of the hub: huggingface_hub against a local server that answers like the hub."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints of nanoGPT: its names, its arguments, and exact GELU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from foreign_models import TOKENS, draw, empty_model

@@ -1,7 +1,5 @@
 """Which paths are models of other tools, and what is rejected before a tensor is read."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 

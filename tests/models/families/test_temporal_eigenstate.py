@@ -3,8 +3,6 @@
 Letters: T tokens, D width, K eigenstates.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

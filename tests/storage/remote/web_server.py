@@ -1,7 +1,5 @@
 """A web server on loopback that can be told to fail, and fixtures for remote filesystems."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """What is inside a checkpoint's files is checked without torch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -168,10 +166,7 @@ def pair(tmp_path):
     path = fake_checkpoint(tmp_path / "here" / "base", 6, **WEIGHTS)
     adapters = fake_checkpoint(tmp_path / "here" / "lora", 3, **{"model-00000": b"adapters"})
     base = Base(
-        path=str(path),
-        digest=digest_of(path),
-        scale=2.0,
-        rows={"blocks.0.up.adapters.up": (0, 4)},
+        path=str(path), digest=digest_of(path), scale=2.0, rows={"blocks.0.up.adapters.up": (0, 4)}
     )
     (adapters / catalog.INDEX).write_text(
         json.dumps({"tensors": {}, "aliases": {}, "base": base.model_dump()})

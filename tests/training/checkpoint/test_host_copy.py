@@ -1,7 +1,5 @@
 """The host copy of the state: the order of waits with a recording CUDA driver, values on a GPU."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -58,39 +56,6 @@ def calls(monkeypatch):
     monkeypatch.setattr(host_copy, "_pin", lambda block, device: False)
     monkeypatch.setattr(host_copy, "_copy", recorded)
     return calls
-
-
-def test_the_next_forward_pass_waits_for_buffers_only(tmp_path, calls):
-    run = build(tmp_path / "run")
-    train(run, 1)
-    snapshot = take(run, {})
-    assert snapshot.buffers == {"model/calls"}
-    num_tensors = sum(len(tensors) for tensors in snapshot.tensors.values())
-    HostCopy().of(snapshot.tensors, snapshot.buffers, CUDA)
-    assert calls == [
-        "beside waits for training",
-        "on beside",
-        "copies 1",
-        "training waits for beside 1",
-        f"copies {num_tensors - 1}",
-        "off",
-    ]
-
-
-def test_the_update_and_the_thread_wait_for_the_last_copy(tmp_path, calls):
-    calls = []
-    copy = HostCopy()
-    copy.before_update()
-    copy.wait()
-    copy.of(take(build(tmp_path / "run"), {}).tensors, (), CUDA)
-    assert copy._copied == "beside 2"
-    copy._copied = SimpleNamespace(
-        wait=lambda: calls.append("the stream waits"),
-        synchronize=lambda: calls.append("the thread waits"),
-    )
-    copy.before_update()
-    copy.wait()
-    assert calls == ["the stream waits", "the thread waits"]
 
 
 def test_a_copy_keeps_its_values_and_takes_no_more_than_the_state(tmp_path):

@@ -1,7 +1,5 @@
 """A run starts with the weights of another tool's model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

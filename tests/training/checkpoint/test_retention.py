@@ -3,11 +3,7 @@ from fakes import fake_checkpoint
 
 from flatout.config.sections import CheckpointConfig
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.catalog import (
-    most_at_once,
-    newest_to_keep,
-    prune,
-)
+from flatout.training.checkpoint.catalog import most_at_once, newest_to_keep, prune
 
 
 def make(run, *steps):

@@ -9,13 +9,7 @@ from fakes import restate
 from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError
-from flatout.training.checkpoint import (
-    catalog,
-    read_write,
-    savers,
-    state,
-    weights,
-)
+from flatout.training.checkpoint import catalog, read_write, savers, state, weights
 from flatout.training.checkpoint.state import STATE
 from flatout.training.step import train_step
 
@@ -143,9 +137,7 @@ def test_a_checkpoint_holds_exactly_the_items_of_state(checkpoints):
 
 
 @pytest.mark.parametrize(
-    "part",
-    [part for part in STATE if part.name != "scaler"],
-    ids=lambda part: part.name,
+    "part", [part for part in STATE if part.name != "scaler"], ids=lambda part: part.name
 )
 def test_load_rejects_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_path):
     copy = tmp_path / "step-5"

@@ -1,7 +1,5 @@
 """MLflow: one remote run per run directory, with parameters, metrics and tags."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The TensorBoard event file: TensorBoard reads it, and a run survives if it cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Weights & Biases: one remote run per run directory, in files without login or network."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

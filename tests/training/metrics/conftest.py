@@ -1,7 +1,5 @@
 """Fixtures: a run to log, and an observer that collects its records."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.training.metrics.observers import Quiet

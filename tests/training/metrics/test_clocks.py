@@ -1,17 +1,12 @@
 """Times of data, host and device add up to the step on a CPU, and nothing waits on a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flatout.training.loop import Session, fit
-from flatout.training.metrics.clocks import (
-    Interval,
-    StepClock,
-)
+from flatout.training.metrics.clocks import Interval, StepClock
 from flatout.training.metrics.log import Log
 from flatout.training.step import StepResult
 

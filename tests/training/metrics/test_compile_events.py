@@ -1,7 +1,5 @@
 """Compilations are counted; recompilations are logged with their step and the compiler's reason."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial
@@ -133,10 +131,7 @@ SHAPES = {
         "model__qk_norm": True,
         "data__document_mask": True,
     },
-    "eigenstate": {
-        "model__kind": "eigenstate",
-        "data__document_mask": True,
-    },
+    "eigenstate": {"model__kind": "eigenstate", "data__document_mask": True},
 }
 """Models that together use all ops that `auto` selects on a GPU."""
 

@@ -78,8 +78,7 @@ def gpu(monkeypatch):
 
 def test_the_driver_reports_a_gpu(monkeypatch, gpu):
     answers = driver(
-        CurrentClocksEventReasons=lambda handle: 0x44,
-        ClockInfo=lambda handle, kind: 1200,
+        CurrentClocksEventReasons=lambda handle: 0x44, ClockInfo=lambda handle, kind: 1200
     )
     monkeypatch.setitem(sys.modules, "pynvml", answers)
     assert GpuDriver(gpu).state() == (("heat",), True, 1200.0)

@@ -1,7 +1,5 @@
 """The log: delayed readback, clocks that exclude evaluation, training rates."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

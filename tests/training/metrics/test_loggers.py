@@ -1,7 +1,5 @@
 """Guards: a logger receives the run, and its failure is reported once and stops nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """The phase timer counts each moment once."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

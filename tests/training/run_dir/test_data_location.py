@@ -1,18 +1,15 @@
 """A run on a mix resumes bit for bit, also with moved data. A changed mix is rejected."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
 import pytest
 
 from flatout.data.store.mix import open_data
-from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
+from flatout.errors import ConfigError, DataError, Stopped
 from flatout.inference.load import load_run
 from flatout.progress import SILENT
 from flatout.training.run import run_training
-from flatout.training.run_dir.data_location import require_tokenizer
 from flatout.training.run_dir.layout import read_config
 from flatout.training.run_dir.runlog import RunLog
 
@@ -161,13 +158,3 @@ def test_bad_mixes_are_rejected_before_anything_is_written(
                 tmp_path / "run",
             )
     assert not (tmp_path / "run").exists()
-
-
-def test_resume_rejects_another_tokenizer_and_accepts_a_missing_copy(mixed_config, tmp_path):
-    dataset = open_data(mixed_config().data)
-    require_tokenizer(tmp_path, dataset)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"a different tokenizer.*--tokenizer .*tokenizer\.json"
-    ):
-        require_tokenizer(tmp_path, dataset)

@@ -53,11 +53,7 @@ def test_a_config_built_in_python_is_named_after_the_fields_that_were_set():
 @pytest.mark.parametrize(
     "override",
     [
-        *(
-            "log.every=3",
-            "train.devices=2",
-            "parallel.shard=2",
-        ),
+        *("log.every=3", "train.devices=2", "parallel.shard=2"),
         *("train.eval_every_epochs=2", "train.sample_prompt=hi", "checkpoint.every_steps=7"),
         "checkpoint.best=false",
     ],

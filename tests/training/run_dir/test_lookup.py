@@ -70,20 +70,6 @@ def test_runs_are_found_by_name_and_typos_get_a_suggestion(fox_run, monkeypatch)
         find_run("foxx")
 
 
-def test_an_empty_name_is_not_a_run_even_inside_one(fox_run, monkeypatch):
-    monkeypatch.chdir(fox_run[0] / "runs" / "fox")
-    assert find_run(".").resolve() == fox_run[0] / "runs" / "fox"
-    with pytest.raises(CheckpointError, match="is not a run directory"):
-        find_run("")
-
-
-def test_a_checkpoint_is_not_taken_for_a_run(fox_run):
-    run = fox_run[0] / "runs" / "fox"
-    with pytest.raises(CheckpointError, match="is a checkpoint of the run") as error:
-        find_run(run / "checkpoints" / "step-2")
-    assert "--checkpoint 2" in error.value.fix
-
-
 def test_resume_accepts_the_name_of_a_run(fox_run, monkeypatch):
     monkeypatch.chdir(fox_run[0])
     assert resume_path("fox") == "runs/fox"
@@ -109,16 +95,6 @@ def test_without_a_name_the_newest_run_with_a_checkpoint_is_used(tmp_path, monke
     assert run_or_newest(None, progress=recorder) == Path("runs/newest")
     assert recorder.lines == ["The newest run: runs/newest"]
     assert run_or_newest("older") == Path("runs/older")
-
-
-@pytest.mark.parametrize("trained", [False, True], ids=["no runs", "none saved"])
-def test_without_a_name_or_a_run_the_fix_says_how_to_make_one(tmp_path, monkeypatch, trained):
-    monkeypatch.chdir(tmp_path)
-    if trained:
-        layout.write_config(Path("runs/a"), RunConfig())
-    with pytest.raises(CheckpointError, match="No run under runs/ has a checkpoint") as error:
-        run_or_newest(None)
-    assert "flatout demo" in error.value.fix
 
 
 def test_rows_keep_their_order_and_gaps_are_none():

@@ -1,7 +1,5 @@
 """docs/resuming.md lists the keys that may change; `pytest THIS_FILE --write-tables` updates it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records and events of a run that is killed or damaged: each once, and what is lost is named."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -34,12 +32,7 @@ def kinds_of_records(run):
 @pytest.mark.quick_cases("summarise", "end")
 @pytest.mark.parametrize(
     "place",
-    [
-        (finish, "score"),
-        (finish, "log_sample"),
-        (finish, "summarise"),
-        (Log, "end"),
-    ],
+    [(finish, "score"), (finish, "log_sample"), (finish, "summarise"), (Log, "end")],
     ids=lambda place: place[1],
 )
 def test_a_kill_after_the_last_step_repeats_no_record_and_no_event(

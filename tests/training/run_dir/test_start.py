@@ -1,7 +1,5 @@
 """Where a command starts: one table of what the directory has, what is asked, and the answer."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

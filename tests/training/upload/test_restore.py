@@ -186,11 +186,6 @@ def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
     )
 
 
-def test_resume_never_rejects_to_replace_what_was_uploaded(lost, restore):
-    with pytest.raises(CheckpointError, match=r"--resume never would overwrite .*step 2"):
-        restore(resume="never")
-
-
 def test_the_uploaded_configuration_replaces_that_of_a_run_without_checkpoints(lost, restore):
     """Otherwise the checkpoints would continue with settings that they were not trained with."""
     layout.write_config(lost.path, load_config(None, [f"checkpoint.upload={URL}", "optim.lr=1"]))

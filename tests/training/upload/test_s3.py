@@ -95,9 +95,7 @@ def test_a_run_that_is_killed_while_it_sends_continues_its_upload(
             bucket.rm("corpus/runs", recursive=True)
         between.failing, between.times, between.status = rf"PUT .*step-.*{name}", 10_000, 503
         process = subprocess.Popen(
-            [*command, str(tmp_path / "run")],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [*command, str(tmp_path / "run")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         while between.times == 10_000:
             assert process.poll() is None

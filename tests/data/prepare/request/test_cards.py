@@ -72,10 +72,7 @@ def test_an_invalid_card_is_rejected_with_its_key(cards):
 def test_a_repository_is_read_in_place(web, opened):
     open_corpus(["web"])
     open_corpus(["web"], text_field="title", mask_field="q")
-    assert opened == [
-        ("train/*", "body", None),
-        ("train/*", "title", "q"),
-    ]
+    assert opened == [("train/*", "body", None), ("train/*", "title", "q")]
     with pytest.raises(DataError, match="web is not the download of a single file, so --from"):
         open_corpus(["web"], from_file="mine.parquet")
 

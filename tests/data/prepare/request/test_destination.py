@@ -79,11 +79,3 @@ def test_an_occupied_directory_is_rejected_before_any_work(book, tmp_path):
         prepare_dataset([str(book)], book, Options())
     (tmp_path / "empty").mkdir()
     assert prepared(book, out=tmp_path / "empty").manifest.documents == 1
-
-
-def test_a_damaged_dataset_is_named(book, tmp_path):
-    made = prepared(book, out=tmp_path / "out")
-    with (made.path / "00000.bin").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(DataError, match=r"00000\.bin"):
-        prepared(book, out=tmp_path / "out")
