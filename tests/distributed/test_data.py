@@ -125,6 +125,7 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.quick_cases("None-ddp", "checkpointing-fully_shard", "selective-checkpointing-plain")
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fully_shard"])
 @pytest.mark.parametrize("kept", [None, "checkpointing", "selective-checkpointing"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -174,6 +174,14 @@ def transformer(own, seq_len):
     return model
 
 
+@pytest.mark.quick_cases(
+    "within the context-0.0-None-None-window, qk norm",
+    "within the context-0.8-40-None-gpt2",
+    "within the context-1.2-None-0.9-llama",
+    "past the context-0.0-None-None-window, qk norm",
+    "past the context-0.8-40-None-gpt2",
+    "past the context-1.2-None-0.9-llama",
+)
 @pytest.mark.parametrize("own", TRANSFORMERS.values(), ids=list(TRANSFORMERS))
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),

@@ -74,6 +74,7 @@ def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
 
 
 # torch's own compiler still calls torch.jit
+@pytest.mark.quick_cases("transformer-reference", "eigenstate-bf16")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("product", variants(linear))
 @pytest.mark.parametrize("kind", MODELS.names())

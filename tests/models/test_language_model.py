@@ -120,6 +120,12 @@ def test_packed_documents_do_not_leak(shape, mixer):
         assert torch.equal(inputs, inputs_after)
 
 
+@pytest.mark.quick_cases(
+    "eigenstate: default",
+    "transformer: default",
+    "transformer: llama",
+    "transformer: relu2, qk norm, window",
+)
 @pytest.mark.slow
 @every_model
 def test_overfits_one_batch(shape):

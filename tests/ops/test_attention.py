@@ -110,6 +110,7 @@ def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
 
 
 # torch itself uses deprecated features when it compiles.
+@pytest.mark.quick_cases("fused-documents", "flex-window", "bf16-documents")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", ["documents", "window"])

@@ -81,6 +81,7 @@ def test_long_texts_are_cut_where_the_pattern_is_known(kind):
         assert np.concatenate(found).tolist() == ids_of(kind, text)
 
 
+@pytest.mark.quick_cases("gpt2", "qwen2", "tiktoken o200k")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_gigatoken_gives_the_ids_of_tokenizers_for_every_character_and_long_words(kind):

@@ -181,7 +181,7 @@ def test_the_line_of_a_busy_thread_is_seen_and_its_turns_stay_as_long(write, cap
     assert site.text == "while len(kept) < 9: pass"
 
 
-@pytest.mark.quick_cases("updated by hand, and ranked")
+@pytest.mark.quick_cases("reads")
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_script_has_no_finding(kind, write):
     found, _ = diagnose_script(write(script(**HEALTHY[kind])), Request(seconds=0.8))
@@ -229,6 +229,9 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected,
     assert ("ValueError: mine" in capfd.readouterr().err) == ("raise" in after)
 
 
+@pytest.mark.quick_cases(
+    "import torch; raise SystemExit(7)-exit code 7", "text4-3 steps, which are too few"
+)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
