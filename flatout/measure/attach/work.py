@@ -85,6 +85,8 @@ class Work:
         self._made: dict[Any, tuple[Line, float, int]] = {}
         """Nodes that no backward pass has gone through: line, seconds and step of their calls."""
         self._passes, self._hooks = [_Pass(None)], list[Any]()
+        self._behind = set[Any]()
+        """Nodes of a pass whose results a product uses."""
         self._read: list[Any] = []
         """Nodes whose results something reads that has no gradient, such as `.item()`."""
         self._reached: set[Line] = set()
@@ -134,6 +136,7 @@ class Work:
         """Note the nodes that a backward pass goes through, which starts at a line."""
         for node in reached & self._made.keys():
             self._reached.add(self._made.pop(node)[0])
+        self._behind.clear()
         while self._hooks:
             self._hooks.pop().remove()
         self._passes = [one for one in self._passes if self._is_pending(one)]
@@ -254,7 +257,11 @@ class Work:
         def before(gradients: Sequence[Tensor | None]) -> None:
             nonlocal start_s, unused
             guarded(self._look)(gradients, line, forward_s)
-            unused = (is_product and guarded(unused_share)(gradients[0])) or 0.0
+            unused = 0.0
+            if is_product:
+                is_last = node not in self._behind
+                guarded(self._mark_behind)(node)
+                unused = (is_last and guarded(unused_share)(gradients[0])) or 0.0
             start_s = time.perf_counter()
 
         def after(*_: object) -> None:
@@ -272,6 +279,15 @@ class Work:
 
         node.register_prehook(before)
         node.register_hook(after)
+
+    def _mark_behind(self, node: Any) -> None:
+        """Note what leads to a product: zeros in its gradients are those of the product."""
+        nodes = [node]
+        while nodes:
+            one = nodes.pop()
+            before = [] if one is not node and PRODUCT.search(one.name()) else one.next_functions
+            nodes += [each for each, _ in before if each is not None and each not in self._behind]
+            self._behind |= {each for each, _ in before}
 
     def _look(self, gradients: Sequence[Tensor | None], line: Line, forward_s: float) -> None:
         """See whether all gradients of a node are zero, and not only those of other nodes."""

@@ -261,6 +261,10 @@ UNUSED = {
         "out = F.conv1d(net(images)[None].mT, net.weight[:, :, None])",
         "step(out[..., 40:].square().mean())",
     ),
+    "rows, after a norm": (
+        "out = head(net(images))",
+        "step(F.layer_norm(out, (4,))[50:, 0].mean())",
+    ),
 }
 
 
@@ -276,6 +280,8 @@ def test_results_of_products_that_the_loss_does_not_use_are_found(found, line, r
         "step(head(net(images).relu()).relu().mean())",
         "step((net(images) @ net(images).T).tril().square().mean())",
         "step(net(images)[4:].square().mean())",
+        "step(head(net(images)[60:]).square().mean())",
+        "step((graph[:1] @ net(images)[:16]).square().mean())",
     ],
 )
 def test_what_the_loss_uses_for_the_most_part_is_not_unused(found, loop):
