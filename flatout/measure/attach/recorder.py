@@ -129,7 +129,8 @@ class CallRecorder(TorchFunctionMode):
         if result is None:
             return
         self.found.add("op", line, 0.0)
-        if phase == "forward" and any(isinstance(one, Parameter) for one in args):
+        uses_weights = any(isinstance(one, Parameter) for one in args)
+        if phase == "forward" and (uses_weights or "dropout" in name):  # also that of the inputs
             self.trains.add(line)
         if result.grad_fn is None:
             given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]

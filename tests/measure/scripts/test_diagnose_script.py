@@ -149,6 +149,10 @@ HEALTHY = {
         "    loss = loss + other(inputs).square().mean() + order.relu().mean()",
         "after": "[weights.data.sub_(weights.grad) for weights in other.parameters()]",
     },
+    "dropped inputs": {
+        "before": "plain, inputs = model.forward, inputs.repeat(200, 1)\n"
+        "model.forward = lambda rows: plain(nn.functional.dropout(rows, 0.1))",
+    },
     "transformed": {
         "before": "inputs = inputs.repeat(20, 1)\n"
         "def mean(rows):\n    return model(rows).square().mean()",
