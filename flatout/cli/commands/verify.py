@@ -68,6 +68,8 @@ class VerifyResult(Result):
         found = f"is damaged: {counted(len(self.problems), 'problem')}."
         read = f"{counted(self.files, 'file')} read, {amount(self.bytes, 'bytes')}."
         fix = "Fix: restore the damaged files from a copy, or delete the checkpoint or export."
+        if self.kind == "run":
+            fix = "Fix: restore the damaged files from a copy, or delete the damaged checkpoints."
         if self.kind == "dataset":
             fix = "Fix: delete the directory and run `flatout prepare` again, or copy it again."
         notes = [shortened(self.problems, MOST_PROBLEMS, "\n")] if self.problems else []

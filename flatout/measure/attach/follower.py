@@ -497,6 +497,8 @@ class Follower:
                 "peak_gib": torch.cuda.max_memory_allocated(stages.device) / GIB,
                 "reserved_gib": torch.cuda.max_memory_reserved(stages.device) / GIB,
             }
+        if stages.sampler is not None:
+            stages.sampler.drop_step()
         # an adversary's, or of another policy than the one before, is no measure
         is_one = self._logs_itself or not (self._optimizers.has_others or self._rollouts)
         known = Evidence(

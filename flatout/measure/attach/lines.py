@@ -246,6 +246,8 @@ class LineSampler:
         self._phase, self._interval_s = phase, interval_s
         self._watched = threading.get_ident() if thread is None else thread
         self.lines = LineTotals()
+        self._of_step: list[tuple[str, Line, float]] | None = []
+        """What was added since a step ended. None: nothing is added until the next one ends."""
         self._stop, self._file = threading.Event(), memory_file()
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
 
@@ -270,6 +272,22 @@ class LineSampler:
         """Return the lines by kind, as in `Evidence.sites`, averaged over a number of steps."""
         return self.lines.sites(steps, at_least=MIN_SAMPLES)
 
+    def end_step(self) -> None:
+        """Keep what was seen in a step that has ended."""
+        self._of_step = []
+
+    def drop_step(self) -> None:
+        """Forget what was seen since then: it may be what follows the loop."""
+        dropped, self._of_step = self._of_step or (), None
+        for kind, line, seconds in dropped:
+            self.lines.add(kind, line, -seconds)
+            self.lines.counts[kind][line] -= 2
+
+    def _add(self, kind: str, line: Line, seconds: float) -> None:
+        if self._of_step is not None:
+            self.lines.add(kind, line, seconds)
+            self._of_step.append((kind, line, seconds))
+
     def _run(self) -> None:
         began_s = last_s = time.perf_counter()
         while not self._stop.wait(pause_s(self._interval_s, last_s - began_s)):
@@ -287,7 +305,7 @@ class LineSampler:
         for one, frames in stacks.items():
             line = user_line(frames) if one != self._watched else None
             if line is not None and not frames[0][0].endswith(WAITS):
-                self.lines.add("thread", line, seconds)
+                self._add("thread", line, seconds)
                 sys.setswitchinterval(self._switch_s)  # its turns would become shorter, too
         if not is_of_phase:
             return
@@ -304,7 +322,7 @@ class LineSampler:
             others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
             found = next(filter(None, others), None)
         if found is not None:
-            self.lines.add(kind, found, seconds)
+            self._add(kind, found, seconds)
             # a comprehension is called by its own line
             caller = next((line for line in user_lines(stack) if line != found), None)
             if caller is not None:

@@ -199,7 +199,9 @@ class Stages:
         self._since_s = None
         totals = {"warm-up": self.warm, "ordinary": self.ordinary}.get(self.name, self.special)
         totals.add(seconds, self.timer)
-        self.sampled_steps += self.sampler is not None and self.sampler.is_running
+        if self.sampler is not None:
+            self.sampled_steps += self.sampler.is_running
+            self.sampler.end_step()
         self._on_step(seconds)
         self.timer.reset()
         return True

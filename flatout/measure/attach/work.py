@@ -42,6 +42,8 @@ SOME = 64
 
 PRODUCT = re.compile("[Mm]m|onvolution")
 """Nodes of matrix products and convolutions."""
+CHOICE = re.compile("A?[Mm]ax|A?[Mm]in|Median|Topk|Sort|Kth|Relu|Thresh|Clamp|Hard|Where|Adaptive")
+"""Nodes whose gradients are zero where values are not chosen, which are needed to choose."""
 LEAST_UNUSED, ALMOST_ALL = 0.25, 0.95
 """Share of the rows of a product that the loss does not use, and of its values: below, activation
 functions may be the reason."""
@@ -256,12 +258,16 @@ class Work:
 
         def before(gradients: Sequence[Tensor | None]) -> None:
             nonlocal start_s, unused
+            is_last, unused = node not in self._behind, 0.0
+            start_s = time.perf_counter()
+            if torch._C._functorch.maybe_current_level() is not None:  # there are no values to see
+                self._not_zero.add(line)
+                return
             guarded(self._look)(gradients, line, forward_s)
-            unused = 0.0
-            if is_product:
-                is_last = node not in self._behind
+            if is_product or CHOICE.match(node.name()):
                 guarded(self._mark_behind)(node)
-                unused = (is_last and guarded(unused_share)(gradients[0])) or 0.0
+            if is_product and is_last:
+                unused = guarded(unused_share)(gradients[0]) or 0.0
             start_s = time.perf_counter()
 
         def after(*_: object) -> None:
@@ -281,7 +287,7 @@ class Work:
         node.register_hook(after)
 
     def _mark_behind(self, node: Any) -> None:
-        """Note what leads to a product: zeros in its gradients are those of the product."""
+        """Note what leads to a product, or a choice: it brings the zeros in their gradients."""
         nodes = [node]
         while nodes:
             one = nodes.pop()

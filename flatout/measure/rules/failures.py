@@ -47,7 +47,7 @@ def unstable_training(evidence: Evidence) -> Found | None:
             lost is not None and "fails",
             f"The loss is not a number from step {lost}"
             + (
-                ": the first result that is not finite is that of {site}."
+                ": the first value that is not finite is seen at {site}."
                 if evidence.site("not-finite")
                 else "."
             ),
@@ -65,7 +65,10 @@ def calmer(evidence: Evidence, _: float) -> Remedy:
     """Return the settings with which training is more stable."""
     config, losses = evidence.config, evidence.losses or ()
     if evidence.site("not-finite"):
-        return "Keep its arguments in range: clamp them, or use logsumexp or cross_entropy."
+        return (
+            "Look there and at what leads to it: keep the arguments of logarithms, roots and "
+            "divisions in range (clamp, logsumexp, cross_entropy), and the data finite."
+        )
     if losses and losses[0][0] <= 1 and not math.isfinite(losses[0][1]):
         return "Look for what is not a number in the data or the model: no update had been made."
     if config is None:

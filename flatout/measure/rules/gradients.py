@@ -39,8 +39,8 @@ GRADIENTS = [
         lambda e: (place := e.site("discarded")) and e.share(place.seconds_per_step, 0.1),
         "{share:.0%} of each step computes gradients, in the backward pass at {site}, that are "
         "cleared before an optimizer uses them.",
-        "Call detach() on what that loss should not train, or name the weights that it trains: "
-        "loss.backward(inputs=[*model.parameters()]).",
+        "Call zero_grad() only after the step() that uses the gradients. If that loss should not "
+        "train these weights, name what it is about: loss.backward(inputs=[...]).",
         site="discarded",
         unless="cleared-gradients repeated-backward unlearned-weights wasted-gradients",
     ),

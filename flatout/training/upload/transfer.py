@@ -85,6 +85,7 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
         if CONFIG not in there:
             raise _nothing_at(url, there)
         if catalog.has_saved(folder) and _is_here(store, folder, progress):
+            progress.say(f"{folder} has the newest checkpoint already. Nothing to do.")
             return
         if catalog.has_saved(folder) or (folder.exists() and not (folder / CONFIG).exists()):
             raise _in_use(folder)
@@ -97,6 +98,7 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
         if not here.is_file() or here.read_bytes() != manifest:
             raise _in_use(folder)
         if not damage_of(folder, files, progress=progress):
+            progress.say(f"{folder} has all files already. Nothing to do.")
             return
     pull(url, folder.absolute(), manifest, files, fix=AGAIN, progress=progress)
 

@@ -72,6 +72,18 @@ def test_a_slow_line_is_named_with_its_phase():
     assert "compute" not in sampler.sites(2)
 
 
+def test_what_follows_the_last_step_does_not_count():
+    with LineSampler(lambda: "other") as sampler:
+        while not sampler.sites(1).get("python"):
+            time.sleep(0.05)
+        sampler.end_step()
+        before = sampler.sites(1)
+        time.sleep(0.1)
+        sampler.drop_step()
+        time.sleep(0.1)
+    assert sampler.sites(1) == before
+
+
 def test_the_thread_that_prepares_data_counts_while_the_loop_waits(monkeypatch):
     monkeypatch.setattr(sampling, "is_user_code", lambda file: file == "loader.py")
     timer, seen = PhaseTimer(), threading.Event()

@@ -282,6 +282,8 @@ def test_results_of_products_that_the_loss_does_not_use_are_found(found, line, r
         "step(net(images)[4:].square().mean())",
         "step(head(net(images)[60:]).square().mean())",
         "step((graph[:1] @ net(images)[:16]).square().mean())",
+        "step(net(images).max(0).values.square().mean())",
+        "step((net(images) @ net(images).T).topk(2).values.mean())",
     ],
 )
 def test_what_the_loss_uses_for_the_most_part_is_not_unused(found, loop):

@@ -298,7 +298,7 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         (
             "cpu",
             {"losses": ((9, math.nan),), "site": "not-finite"},
-            "unstable f from step 9: the first result that is not finite is that of mine.py:7",
+            "unstable f from step 9: the first value that is not finite is seen at mine.py:7",
             "logsumexp",
         ),
         ("cpu", {"logging_s": 0.02, "settings": {"log.every": 10}}, "slow-logging s", "(log.to)"),
