@@ -123,22 +123,13 @@ def test_training_in_evaluation_mode_and_weights_without_an_optimizer_are_named(
 EVALUATES = (
     START
     + """
-class Rows(Dataset):
-    def __init__(self):
-        self.rows = torch.randn(512, 40_000)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
 model = nn.Linear(200, 200)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-loader = DataLoader(Rows(), batch_size=128)
+rows = torch.utils.data.TensorDataset(torch.randn(512, 40_000))
+loader = DataLoader(rows, batch_size=128)
 step = 0
 for epoch in range(100_000):
-    for batch in loader:
+    for (batch,) in loader:
         step += 1
         inputs = batch[:, :200]
         # it ends at nothing, about which it jumps
