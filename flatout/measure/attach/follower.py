@@ -140,7 +140,7 @@ class Follower:
         self._early_gradients: dict[int, tuple[int, float | None]] = {}
         """What `gradients_of_all` returned in an early step."""
         self._graphs, self._lines, self._learning = Graphs(), LineTotals(), Learning()
-        self._course, self._grown = Course(), ""
+        self._course, self._grown, self._keeper = Course(), "", "a variable"
         self._size = self._reduced = 0
         """Of this step: elements of the inputs, and passes after which gradients are reduced."""
         self._used, self._next_look_s = list[float](), 0.0
@@ -244,10 +244,17 @@ class Follower:
         goes_on = self.stages.start_step()
         self._size = self._reduced = 0
         if self.steps and not self.steps & (self.steps - 1):  # a power of two
-            self._grown = guarded(self._graphs.grown)(sys._getframe(1)) or ""
+            self._look_at_variables()
         if self.base is not None:
             self._timer.enter(self.base)
         return goes_on
+
+    @guarded
+    def _look_at_variables(self) -> None:
+        """Note what grows and what keeps graphs. When the process ends, its variables are gone."""
+        frame = sys._getframe(1)
+        self._grown = self._graphs.grown(frame) or self._grown
+        self._keeper = keeper_of_graphs(frame) or self._keeper
 
     @guarded
     def begin_step(self) -> None:
@@ -542,9 +549,8 @@ class Follower:
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
         if kept_graphs := self._graphs.kept():
-            update["kept_by"] = guarded(keeper_of_graphs)(sys._getframe(1)) or "a variable"
-        update["kept_graphs"] = kept_graphs
-        update["grown"] = guarded(self._graphs.grown)(sys._getframe(1)) or self._grown
+            self._look_at_variables()
+        update |= {"kept_graphs": kept_graphs, "kept_by": self._keeper, "grown": self._grown}
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}

@@ -272,7 +272,7 @@ def held_by(frame: FrameType | None) -> dict[str, Any]:
 def keeper_of_graphs(frame: FrameType | None) -> str:
     """Return the variable of the calling user code, or of its objects, that keeps graphs.
 
-    It is a container of tensors with graphs, or a long sum of losses.
+    It is a container of tensors with graphs, or a long sum of losses. "" without one.
     """
     for name, value in held_by(frame).items():
         if isinstance(value, Tensor):
@@ -282,7 +282,7 @@ def keeper_of_graphs(frame: FrameType | None) -> str:
             nodes = [each for each in [*kept][-KEPT:] if any(map(_has_graph, tree_leaves(each)))]
         if len(nodes) == KEPT:
             return name
-    return "a variable"
+    return ""
 
 
 def _has_graph(value: Any) -> bool:
