@@ -280,13 +280,14 @@ class LineSampler:
         """Forget what was seen since then: it may be what follows the loop."""
         dropped, self._of_step = self._of_step or (), None
         for kind, line, seconds in dropped:
-            self.lines.add(kind, line, -seconds)
-            self.lines.counts[kind][line] -= 2
+            self.lines.counts[kind][line] -= 1
+            self.lines.seconds[kind][line] -= seconds
 
     def _add(self, kind: str, line: Line, seconds: float) -> None:
-        if self._of_step is not None:
+        of_step = self._of_step  # the loop's thread may exchange it
+        if of_step is not None:
             self.lines.add(kind, line, seconds)
-            self._of_step.append((kind, line, seconds))
+            of_step.append((kind, line, seconds))
 
     def _run(self) -> None:
         began_s = last_s = time.perf_counter()

@@ -72,8 +72,8 @@ class Work:
 
     def __init__(self) -> None:
         self.found = LineTotals()
-        """Lines of `line`, `model`, `repeated`, `again`, `discarded`, `growing`, `unread` and
-        `zero`, as in `Evidence.sites`."""
+        """Lines of `line`, `model`, `repeated`, `again`, `discarded`, `growing`, `unread`,
+        `unused` and `zero`, as in `Evidence.sites`."""
         self._numbers, self._count = WeakIdKeyDictionary(), count()
         """A number for each tensor that a call was given."""
         self._results = WeakIdKeyDictionary()
@@ -310,13 +310,12 @@ def unused_share(gradient: Tensor | None) -> float:
     """Return the share of a product's rows, or of nearly all of its values, with zero gradients.
 
     0 where that is little, and where all are zero, which is not about the product.
-    Shapes: gradient_BND or (N, D): rows (N); of a convolution (B, D, ...), rows are places.
+    Shapes: gradient (N, D), (B, N, D), or of a convolution (B, D, N, ...), whose rows are places.
     """
     if gradient is None or gradient.dim() < 2 or gradient.is_sparse:
         return 0.0
     used = gradient != 0
-    rows = used.movedim(1, -1) if gradient.dim() > 2 else used
-    by_row = 1 - float(rows.any(-1).double().mean())
+    by_row = 1 - min(float(used.any(dim).double().mean()) for dim in (1, -1))
     by_value = 1 - float(used.double().mean())
     share = by_value if by_value >= ALMOST_ALL else by_row
     return share if LEAST_UNUSED <= share < 1 else 0.0

@@ -257,6 +257,10 @@ UNUSED = {
         "out = net(images) @ head.weight.new_ones(16, 64)",
         "step(out.diagonal().mean())",
     ),
+    "rows of a batched product": (
+        "out = net(images).view(2, 32, 16) @ graph.expand(2, 16, 16)",
+        "step(out[:, 20:].square().mean())",
+    ),
     "steps of a convolution": (
         "out = F.conv1d(net(images)[None].mT, net.weight[:, :, None])",
         "step(out[..., 40:].square().mean())",
