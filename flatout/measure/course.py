@@ -30,6 +30,8 @@ STEADY, CERTAIN = 0.4, 4.0
 """Growth from third to third, as a share of the larger one, from which it is steady, and how many
 times as large as its usual chance value the correlation of ranks with time must be.
 """
+MIN_UNEVEN = 1000
+"""Fewest steps whose memory tells whether it grows where their inputs differ in size."""
 MIN_GROWTH = 0.1
 """Growth below which it is noise, as a share of the first third."""
 MIN_COMPARED = 5
@@ -58,9 +60,11 @@ class Course:
         columns = dict(zip(COLUMNS, rows[rows[:, 0] == 0].T, strict=True))
         grows = {name: one for name in COLUMNS if (one := growth(columns[name], self._every))}
         leak = grows.get("memory") or grows.get("host")
+        is_short = self._steps < MIN_UNEVEN
         return {
             "course": self._rows,
             "grows": grows,
+            "uneven": is_short and len(np.unique(columns["size"])) >= MIN_VALUES,
             "growth_bytes": leak.per_1000 * 2**20 / 1e3 if leak else 0.0,
             "gradient_syncs": columns["reduced"].mean(),
         }

@@ -231,8 +231,9 @@ class Evidence(Stored):
     that call the most operations), own (lines outside of torch's training work), softmax (an
     attention without SDPA), float64, anomaly, threads, padding,
     step (which calls the optimizer), line (work without weights, its backward pass included),
-    repeated, unread and zero (work that is repeated or has no effect), again and discarded (passes
-    through the same graph, and those whose gradients nothing uses), growing (more work in each
+    repeated, unread and zero (work that is repeated or has no effect), again, discarded and lost
+    (passes through the same graph, those whose gradients nothing uses, those of which some are
+    used), created (weights that are new in each step), growing (more work in each
     step), rows (a batch size of 1), broadcast (a column and a row that make a square), not-finite
     (the first result that is not)."""
     kernels: tuple[KernelRow, ...] | None = None
@@ -298,10 +299,14 @@ class Evidence(Stored):
     """Memory that each step adds, where it grows steadily by much. 0 means it does not."""
     kept_graphs: Number = None
     """Share of the last steps' graphs that are still in memory."""
-    kept_by: str = "a variable"
-    """The variable that keeps them."""
+    kept_by: str = ""
+    """The variable that keeps graphs. "" where it is not known."""
     grown: str = ""
     """A list, or a similar variable, that grows with the steps."""
+    grown_by: str = ""
+    """What it gets: `tensors`, or `hooks` of a module or tensor. "" for other objects."""
+    uneven: bool = False
+    """Whether the inputs of the steps have many sizes, with which memory grows for a while."""
 
     cores: Count = None
     """Cores that the process may use."""
@@ -390,6 +395,8 @@ class Evidence(Stored):
     """Share of all gradients, by numbers, that belong to weights which nothing updates."""
     never_updated: tuple[str, ...] = ()
     """The names of those that belong to the model."""
+    unregistered: tuple[str, ...] = ()
+    """Lists and similar attributes of the model's modules that have some of them."""
 
     without_gradients: Number = None
     """Share of the early steps in which the optimizer had no gradients, or zeros, after a backward
@@ -406,6 +413,8 @@ class Evidence(Stored):
     """Its class."""
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss), including NaN and infinity."""
+    bad_data: bool = False
+    """Whether the first value that is not finite was in the data."""
     skipped_steps: Count = None
     """Updates that float16 skipped."""
 
@@ -442,6 +451,11 @@ class Evidence(Stored):
     def growth_mib(self) -> float:
         """Memory that each step adds."""
         return (self.growth_bytes or 0.0) / 2**20
+
+    @property
+    def keeper(self) -> str:
+        """The variable that keeps graphs."""
+        return self.kept_by or "a variable"
 
     @property
     def unlearned(self) -> str:

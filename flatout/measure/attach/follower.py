@@ -140,7 +140,7 @@ class Follower:
         self._early_gradients: dict[int, tuple[int, float | None]] = {}
         """What `gradients_of_all` returned in an early step."""
         self._graphs, self._lines, self._learning = Graphs(), LineTotals(), Learning()
-        self._course, self._grown, self._keeper = Course(), "", "a variable"
+        self._course, self._grown, self._keeper = Course(), ("", ""), ""
         self._size = self._reduced = 0
         """Of this step: elements of the inputs, and passes after which gradients are reduced."""
         self._used, self._next_look_s = list[float](), 0.0
@@ -253,7 +253,8 @@ class Follower:
     def _look_at_variables(self) -> None:
         """Note what grows and what keeps graphs. When the process ends, its variables are gone."""
         frame = sys._getframe(1)
-        self._grown = self._graphs.grown(frame) or self._grown
+        grown = self._graphs.grown(frame)
+        self._grown = grown if grown[0] else self._grown
         self._keeper = keeper_of_graphs(frame) or self._keeper
 
     @guarded
@@ -542,6 +543,8 @@ class Follower:
             update["step_s"] = found.step_s and found.step_s - found.evaluation_s
         if recorder is not None:
             sites |= recorder.found.sites(stages.called_steps)
+            if self.world_size > 1:
+                sites.pop("created", None)  # wrappers make parameters of the parts of others
             if recorder.work is not None:
                 calls_s = found.work_s + (found.host_s or 0.0) + (found.other_s or 0.0)
                 sites |= recorder.work.sites(stages.called_steps, calls_s)
@@ -550,7 +553,8 @@ class Follower:
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
         if kept_graphs := self._graphs.kept():
             self._look_at_variables()
-        update |= {"kept_graphs": kept_graphs, "kept_by": self._keeper, "grown": self._grown}
+        update |= {"kept_graphs": kept_graphs, "kept_by": self._keeper}
+        update["grown"], update["grown_by"] = self._grown
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}
@@ -560,12 +564,14 @@ class Follower:
             lines["step"] = self._above[0]
         if (origin := self._graphs.origin.line) is not None:
             lines["not-finite"] = origin
+            update["bad_data"] = self._graphs.origin.is_data
         if (clip := self._learning.unclipped) is not None:
             lines["unclipped"] = clip
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
-        sites |= self._lines.sites(steps)
+        by_line = self._lines.sites(steps)
         if self._lines.total("created") < (steps - EARLY_STEP) / 2:
-            sites.pop("created", None)  # once for all that follow
+            by_line.pop("created", None)  # once for all that follow
+        sites |= by_line
         matters = self.model is not None and mode_matters(self.model)
         update |= {} if self.model is None else model_facts(self.model)
         update |= {

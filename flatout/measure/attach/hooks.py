@@ -38,6 +38,10 @@ SAVES = (
     ("accelerate.accelerator", "Accelerator.save_state"),
 )
 """Functions that write checkpoints, by the module that calls them. Only of imported modules."""
+COLLECTIVES = ["all_reduce", "barrier", "broadcast", "reduce", "gather", "scatter", "all_gather"]
+COLLECTIVES += ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"]
+COLLECTIVES += ["all_gather_object", "gather_object", "broadcast_object_list"]
+"""Functions of torch.distributed in which a rank waits for others."""
 BASE = "other"
 """The phase of a step's time that belongs to no other."""
 OWN_WORK = frozenset({None, "compute", BASE})
@@ -102,6 +106,9 @@ class Hooks:
             stack.enter_context(self._timer.collecting_gc())
             stack.callback(register_optimizer_step_pre_hook(guarded(self._before_optimizer)).remove)
             stack.callback(register_optimizer_step_post_hook(guarded(self._after_optimizer)).remove)
+            for name in COLLECTIVES if torch.distributed.is_available() else ():
+                waits = partial(self._timed, "communication")
+                stack.enter_context(replaced(torch.distributed, name, waits))
             for module, name in SAVES:
                 kind, _, function = name.rpartition(".")
                 owner: Any = sys.modules.get(module)

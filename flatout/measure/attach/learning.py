@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.lines import Line, user_frame
@@ -228,7 +229,8 @@ def wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None)
     """Return the share of the gradients that belong to weights which nothing updates.
 
     Those have no optimizer, and the values that they had before, however others are updated. Those
-    of the model are named, and of other models in training mode.
+    of the model are named, of other models in training mode, and containers of the model's modules
+    in which there are some, which `parameters()` does not see.
     """
     now = gradients_of_all()
     if not now or not before or model is None:
@@ -244,7 +246,24 @@ def wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None)
         for name, each in root.named_parameters():
             if id(each) in same:
                 names.setdefault(id(each), f"{of}{name}")
-    return {"wasted_gradients": share, "never_updated": tuple(names.values())}
+    held = (
+        (f"{path}.{key}".removeprefix("."), leaf)
+        for path, each in model.named_modules()
+        for key, value in vars(each).items()
+        if key[0] != "_"
+        for leaf in tree_leaves(value)
+    )
+    unregistered = {
+        name
+        for name, leaf in held
+        for one in (leaf.parameters() if isinstance(leaf, nn.Module) else [leaf])
+        if id(one) in same
+    }
+    return {
+        "wasted_gradients": share,
+        "never_updated": tuple(names.values()),
+        "unregistered": tuple(sorted(unregistered)),
+    }
 
 
 def _gradients(weights: list[Tensor]) -> list[Tensor]:

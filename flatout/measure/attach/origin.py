@@ -19,7 +19,8 @@ from flatout.measure.attach.lines import Line
 
 LINE = "flatout.line"
 """Key of the line that made a node, in the node's metadata."""
-ARGUMENTS = {"self": 0, "input": 0, "other": 1}
+ARGUMENTS = {"self": 0, "input": 0, "other": 1, "target": 1, "weight": 1}
+ARGUMENTS |= {"mat1": 1, "batch1": 1, "mat2": -1, "batch2": -1}
 """Which argument of an operation a value is that its node has saved. Others are results."""
 
 MAKERS = re.compile(r"Div|Exp|Log|Pow|Reciprocal|Rsqrt|Sqrt")
@@ -33,6 +34,8 @@ class Origin:
     def __init__(self) -> None:
         self._bad: tuple[int, str] | None = None
         """The place of the node that made the first value, and its name."""
+        self.is_data = False
+        """Whether no operation with a graph has made it: it is part of the data."""
         self._recorded: dict[tuple[int, str] | None, Line] = {}
         """Lines of nodes by their places and names, in a step whose calls were recorded."""
 
@@ -66,8 +69,11 @@ class Origin:
         _, place, name = min(bad, default=(0, 0, ""))
         node = nodes[place]
         if name in ARGUMENTS:
-            node = node.next_functions[ARGUMENTS[name]][0] or node
-        while len(below := _unknown(node)) == 1 and not MAKERS.match(node.name()):
+            made_by = node.next_functions[ARGUMENTS[name]][0]
+            self.is_data, node = made_by is None, made_by or node
+        while (
+            not self.is_data and len(below := _unknown(node)) == 1 and not MAKERS.match(node.name())
+        ):
             (node,) = below
         # those of weights come from the step before
         self._bad = nodes.index(node), "" if hasattr(node, "variable") else node.name()
@@ -101,6 +107,7 @@ def _saved(node: Any) -> dict[str, Tensor]:
 
 def _unknown(node: Any) -> list[Any]:
     """Return the nodes that made the arguments of a node which it has not saved."""
-    known = {ARGUMENTS.get(name) for name in _saved(node)}
+    count = len(node.next_functions)
+    known = {ARGUMENTS[name] % count for name in _saved(node) if name in ARGUMENTS and count}
     every = enumerate(node.next_functions)
     return [each for place, (each, _) in every if each is not None and place not in known]

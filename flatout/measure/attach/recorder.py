@@ -14,7 +14,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -38,10 +38,12 @@ MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
 WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
+CONTAINERS = (list, deque, dict, set)
+"""Of these, a script's variables are looked at."""
 MOST_DEEP, KEPT = 3, 9
 """Objects in objects that are looked at, and fewest graphs in one that are those of steps."""
 MOST_ATTRIBUTES = 100
-"""An object with more is no record of a script: a module, for example."""
+"""An object with more is no record of a script."""
 SKIPPED = ("__get__", "backward")
 """Attributes, such as .grad, and what the loop's phases show."""
 EARLY_STEP = 4
@@ -70,14 +72,25 @@ class CallRecorder(TorchFunctionMode):
         """Nodes that no backward pass has gone through, and the lines that made them."""
         self._made: Any = WeakIdKeyDictionary()
         """Of results without a graph, the lines that made them and their arguments."""
+        self._weights: Any = WeakIdKeyDictionary()
+        """Those that were used before, or that an optimizer has."""
+        self._steps = 0
         self._hook = register_optimizer_step_pre_hook(guarded(self._note_update))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hook.remove()
         self._open.clear()
+        if self.found.total("created") < self._steps - 1:
+            self.found.counts.pop("created", None)  # once for all that follow
         if self.work is not None:
             self.work.close()
+
+    def end_step(self) -> None:
+        """End a step."""
+        self._steps += 1
+        if self.work is not None:
+            self.work.end_step()
 
     def note_backward(self, roots: Sequence[Tensor]) -> None:
         """Note which lines a backward pass from some tensors goes through."""
@@ -101,6 +114,7 @@ class CallRecorder(TorchFunctionMode):
         """Note which lines made gradients, without a backward pass."""
         for group in optimizer.param_groups:
             for weights in group["params"]:
+                self._weights[weights] = True
                 if weights.grad is not None:
                     self.trains |= self._made.get(weights.grad, set())
 
@@ -138,6 +152,11 @@ class CallRecorder(TorchFunctionMode):
             return
         self._open.append((result.grad_fn, line))
         _metadata(result.grad_fn)[LINE] = line
+        for one in args:
+            if isinstance(one, Parameter) and one.requires_grad and one not in self._weights:
+                self._weights[one] = True
+                if self._steps:
+                    self.found.add("created", line, 0.0)
         two = [one for one in args if isinstance(one, Tensor)]
         # targets have no gradient, as the other side of pairs of predictions has
         if len(two) == 2 and phase != "forward" and two[0].requires_grad != two[1].requires_grad:
@@ -229,27 +248,38 @@ class Graphs:
             with torch._C.DisableTorchFunction():  # no call of the script
                 self.origin.look(loss)
         if len(self._marks) == EARLY_STEP:
-            self._sizes = guarded(_sizes)(sys._getframe(1)) or {}
+            self._sizes = _sizes(guarded(held_by)(sys._getframe(1)) or {})
 
     def kept(self) -> float | None:
         """Return the share of the last steps, without two, whose graphs are in memory."""
         earlier = [*self._marks][:-2]
         return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
 
-    def grown(self, frame: FrameType | None) -> str:
-        """Return the container of the calling user code that grew most. "" if none grows."""
-        grown = {name: size - self._sizes.get(name, size) for name, size in _sizes(frame).items()}
-        most = max(grown, key=grown.__getitem__, default="")
-        return most if most and grown[most] >= len(self._marks) / 2 > EARLY_STEP else ""
+    def grown(self, frame: FrameType | None) -> tuple[str, str]:
+        """Return the container of the calling user code that grew most, and what it holds.
+
+        That is "hooks", "tensors", in this order before others, or "". No name: none grows.
+        """
+        held, found = held_by(frame), list[tuple[bool, bool, int, str]]()
+        for name, size in _sizes(held).items():
+            grown = size - self._sizes.get(name, size)
+            if grown >= len(self._marks) / 2 > EARLY_STEP:
+                kept = held[name].values() if isinstance(held[name], dict) else held[name]
+                has_tensors = any(isinstance(one, Tensor) for one in tree_leaves([*kept][-1:]))
+                found.append((name.endswith("_hooks"), has_tensors, grown, name))
+        is_hooks, has_tensors, _, most = max(found, default=(False, False, 0, ""))
+        return most, "hooks" if is_hooks else "tensors" * has_tensors
 
 
-def _sizes(frame: FrameType | None) -> dict[str, int]:
-    every = held_by(frame).items()
-    return {name: len(one) for name, one in every if not isinstance(one, Tensor)}
+def _sizes(held: dict[str, Any]) -> dict[str, int]:
+    return {name: len(one) for name, one in held.items() if not isinstance(one, Tensor)}
 
 
 def held_by(frame: FrameType | None) -> dict[str, Any]:
-    """Return the tensors and containers that the calling user code can reach, by their names."""
+    """Return the tensors and containers that the calling user code can reach, by their names.
+
+    Of a model, these are those that its modules have besides their weights.
+    """
     found, seen = dict[str, Any](), set[int]()
     while frame is not None:
         held = [*seen_in(frame).items()] if is_user_code(frame.f_code.co_filename) else []
@@ -259,8 +289,21 @@ def held_by(frame: FrameType | None) -> dict[str, Any]:
             if id(value) in seen or is_ours or issubclass(kind, ModuleType):
                 continue
             seen.add(id(value))
-            if issubclass(kind, (Tensor, list, deque, dict, set)):
+            if issubclass(kind, (Tensor, *CONTAINERS)):
                 found[name] = value
+            if issubclass(kind, nn.Module):
+                modules = [*value.named_modules(prefix=name)]
+                held += [
+                    (f"{path}.{key}", one)
+                    for path, each in modules
+                    if each is value or id(each) not in seen
+                    for key, one in [*vars(each).items()]
+                    if key[0] != "_" or key.endswith("_hooks")
+                ]
+                hooks = ((path, one._backward_hooks) for path, one in value.named_parameters(name))
+                held += [(f"{path}._backward_hooks", each) for path, each in hooks if each]
+                seen |= {id(each) for _, each in modules}
+                continue
             own = value if issubclass(kind, dict) else getattr(value, "__dict__", {})
             shown = "{}[{!r}]" if own is value else "{}.{}"
             if len(re.findall(r"[.[]", name)) < MOST_DEEP and len(own) < MOST_ATTRIBUTES:

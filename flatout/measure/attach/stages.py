@@ -323,8 +323,8 @@ class Stages:
             stack.enter_context(marked.recording())
             for _ in range(steps):
                 yield
-                if self.recording is not None and self.recording.work is not None:
-                    self.recording.work.end_step()
+                if self.recording is not None:
+                    self.recording.end_step()
         self.recorder, self.recording = self.recording, None
         self.waits, found = marked.waits(steps, on_gpu=self.on_gpu), marked.lines.sites(steps)
         self.sites |= {kind: found[kind] for kind in ("sync", "copy") if kind in found}

@@ -87,6 +87,8 @@ class Work:
         self._made: dict[Any, tuple[Line, float, int]] = {}
         """Nodes that no backward pass has gone through: line, seconds and step of their calls."""
         self._passes, self._hooks = [_Pass(None)], list[Any]()
+        self._used, self._discarded = set[Any](), defaultdict[Any, float](float)
+        """Lines of passes and weights whose gradients are used, and cleared, and what it took."""
         self._behind = set[Any]()
         """Nodes of a pass whose results a product uses."""
         self._read: list[Any] = []
@@ -159,11 +161,14 @@ class Work:
         left = []
         for weights, version, values in one.weights:
             is_used = weights._version != version or (some_of(weights) != values).any()
+            if is_used:
+                self._used.add((one.line, id(weights)))
             if is_used or one.line is None:
                 continue
             if weights.grad is None or are_zero([weights.grad]):
-                share = HALF * weights.numel() / one.size
-                self.found.add("discarded", one.line, share * one.seconds)
+                seconds = HALF * weights.numel() / one.size * one.seconds
+                self.found.add("discarded", one.line, seconds)
+                self._discarded[one.line, id(weights)] += seconds
             else:
                 left.append((weights, version, values))
         one.weights = left
@@ -214,6 +219,8 @@ class Work:
         self._made.clear()
         self.note_backward(set(), None)
         del self._passes[:-1]
+        for one in self._discarded.keys() & self._used:
+            self.found.add("lost", one[0], self._discarded[one])
 
     def _note_repeated(
         self, func: Any, given: Sequence[Any], results: list[Tensor], line: Line, seconds: float

@@ -47,7 +47,9 @@ def unstable_training(evidence: Evidence) -> Found | None:
             lost is not None and "fails",
             f"The loss is not a number from step {lost}"
             + (
-                ": the first value that is not finite is seen at {site}."
+                ": the data that {site} is given has values that are not finite."
+                if evidence.bad_data
+                else ": the first value that is not finite is seen at {site}."
                 if evidence.site("not-finite")
                 else "."
             ),
@@ -64,6 +66,8 @@ def unstable_training(evidence: Evidence) -> Found | None:
 def calmer(evidence: Evidence, _: float) -> Remedy:
     """Return the settings with which training is more stable."""
     config, losses = evidence.config, evidence.losses or ()
+    if evidence.bad_data:
+        return "Look for NaN and infinity in the data: torch.isfinite(batch).all() in the loop."
     if evidence.site("not-finite"):
         return (
             "Look there and at what leads to it: keep the arguments of logarithms, roots and "

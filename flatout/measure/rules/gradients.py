@@ -42,7 +42,8 @@ GRADIENTS = [
         "Call zero_grad() only after the step() that uses the gradients. If that loss should not "
         "train these weights, name what it is about: loss.backward(inputs=[...]).",
         site="discarded",
-        unless="cleared-gradients repeated-backward unlearned-weights wasted-gradients",
+        unless="cleared-gradients lost-gradients repeated-backward unlearned-weights "
+        "unregistered-weights wasted-gradients",
     ),
     row(
         "evaluation-mode",
@@ -52,6 +53,16 @@ GRADIENTS = [
         "trained: dropout is off, and batch norm keeps its statistics.",
         "Call model.train() where the evaluation that starts there ends.",
         site="evaluation-mode",
+    ),
+    row(
+        "lost-gradients",
+        "Of several backward passes of a step, some gradients are cleared and others are used.",
+        lambda e: (place := e.site("lost")) and e.share(place.seconds_per_step, 0.1) and "spoils",
+        "Gradients of the backward pass at {site} are cleared before the optimizer uses them, "
+        "except for those of the last passes: it learns nothing from the other micro-batches.",
+        "Call zero_grad() once per optimizer.step(), after it, and not for each micro-batch.",
+        site="lost",
+        unless="cleared-gradients",
     ),
     row(
         "repeated-backward",
@@ -89,6 +100,7 @@ GRADIENTS = [
         "No optimizer updates {e.unlearned}, which have gradients: they never learn.",
         "Give the optimizer all weights: model.parameters().",
         site="optimizer",
+        unless="unregistered-weights",
     ),
     row(
         "unmoved-weights",
@@ -113,6 +125,15 @@ GRADIENTS = [
         unless="cleared-gradients",
     ),
     row(
+        "unregistered-weights",
+        "Layers are in a plain list or dict, where parameters() does not see them.",
+        lambda e: e.unregistered and "spoils",
+        "Weights in {e.unregistered[0]}, a plain container of the model, are not among its "
+        "parameters(): no optimizer updates them.",
+        "Keep them in nn.ModuleList, nn.ModuleDict or nn.ParameterList.",
+        site="optimizer",
+    ),
+    row(
         "wasted-gradients",
         "Gradients are computed for weights that no optimizer updates.",
         lambda e: e.share(2 / 3 * (e.wasted_gradients or 0.0) * e.work_s, 0.1),
@@ -120,7 +141,7 @@ GRADIENTS = [
         "Give them to the optimizer if they should learn. Otherwise call what is not trained in "
         "torch.no_grad().",
         site="backward",
-        unless="unlearned-weights",
+        unless="unlearned-weights unregistered-weights",
     ),
 ]
 """Sorted by name."""

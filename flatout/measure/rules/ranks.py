@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from flatout.measure.course import COLUMNS
 from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Found, row, rule
 from flatout.measure.rules.table import shorter
@@ -10,6 +13,7 @@ SLOW, MORE = 0.1, 1.2
 """Share of the step from which waiting for a rank is a finding, and how many times as large its
 inputs must be to be the reason, or as long the last third of the steps.
 """
+SIZE = COLUMNS.index("size")
 BUSY = 0.5
 """Cores of other processes from which the computation of a rank is not judged."""
 OF_PHASES = {
@@ -69,6 +73,20 @@ ROWS = [
         "Look for what it repeats for all earlier steps.",
         site="own data compute",
         unless="growing-memory",
+    ),
+    row(
+        "shared-memory",
+        "Worker processes send batches through shared memory that has little room for them.",
+        lambda e: (
+            # two batches of each, of four bytes per element, should take half of it at most
+            (e.workers or 0) * max((row[SIZE] for row in e.course), default=0) * 4 * 2
+            > (math.inf if e.shared_gib is None else e.shared_gib * 2**29)
+            and "warns"
+        ),
+        "{e.workers} worker processes send their batches through /dev/shm, which has "
+        "{e.shared_gib:.2g} GiB: the run may end with a bus error.",
+        "Start the container with --shm-size=8g, or use fewer workers or smaller batches.",
+        site="rows",
     ),
     row(
         "workers-memory",

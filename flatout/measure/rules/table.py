@@ -338,10 +338,21 @@ ROWS = [
         "End them (`nvidia-smi` lists them), or use a different GPU.",
     ),
     row(
+        "growing-hooks",
+        "Each step registers a hook that none removes.",
+        lambda e: e.grown_by == "hooks" and "slows",
+        "Each step adds to {e.grown} a hook that is never removed: the work of a pass grows.",
+        "Register it once, before the loop. Or keep what registering returns, and call its "
+        "remove() after the pass.",
+    ),
+    row(
         "growing-memory",
         "The graph of each step is kept, so that memory and time grow with the steps.",
-        lambda e: (e.kept_graphs or 0.0) > 0.5 and "spoils",
-        "The graph of each step is kept by {e.kept_by}, so memory and time grow with the steps.",
+        lambda e: (
+            # or graphs of evaluations, or of parts of the model
+            ((e.kept_graphs or 0.0) > 0.5 or (e.grown and e.grown == e.kept_by)) and "spoils"
+        ),
+        "The graph of each step is kept by {e.keeper}, so memory and time grow with the steps.",
         "Keep numbers, not tensors with gradients: a list or a sum of losses or outputs takes "
         "loss.item() or output.detach().",
         shows="growth_mib",
@@ -356,7 +367,7 @@ ROWS = [
         "Look for what is added in each step and never removed, such as hooks or the values of "
         "all steps so far. Keep a running sum, or the last values.",
         site="growing",
-        unless="growing-memory",
+        unless="growing-memory growing-hooks",
     ),
     row(
         "host-sync",
@@ -416,7 +427,12 @@ ROWS = [
         "memory-leak",
         "Each step takes memory that it does not return.",
         # the history of LBFGS grows to its length
-        lambda e: (e.growth_bytes or 0.0) > 0 and e.optimizer != "LBFGS" and "warns",
+        lambda e: (
+            (e.growth_bytes or 0.0) > 0
+            and (e.grown_by or not e.uneven)
+            and e.optimizer != "LBFGS"
+            and ("spoils" if e.grown_by == "tensors" else "warns")
+        ),
         "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return.",
         shorter,
         "Look for a list, a cache or an attribute that grows in the loop.",

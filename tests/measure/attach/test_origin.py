@@ -66,6 +66,32 @@ def test_the_line_of_the_first_result_that_is_not_finite_is_known(
     assert graphs.origin.line == (str(path), loop.splitlines().index(line) + 1)
 
 
+DATA = {
+    "a linear layer": ("h = net(x)", "h = net(x)\nloss = h.exp().mean()"),
+    "targets": ("e = h - y", "h = net(x.nan_to_num())\ne = h - y\nloss = (e * y).mean()"),
+    "a product": ("h = x @ net.weight", "h = x @ net.weight\nloss = h.mean()"),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_values_of_the_data_that_are_not_finite_are_told_apart(kind, tmp_path):
+    line, loop = DATA[kind]
+    path, graphs = tmp_path / "train.py", Graphs()
+    path.write_text(loop)
+    space = {"torch": torch, "nn": nn}
+    exec(HEAD, space)
+    code = compile(loop, str(path), "exec")
+    for bad in (1.0, 1.0, float("nan")):
+        space.update(x=torch.rand(4, 4) * bad, y=torch.rand(4, 4) * bad)
+        with CallRecorder(lambda: "other"):
+            exec(code, space)
+            graphs.mark(space["loss"])
+            space["loss"].backward()
+    assert graphs.origin.is_data
+    if kind != "targets":  # only the product saves them
+        assert graphs.origin.line == (str(path), loop.splitlines().index(line) + 1)
+
+
 def test_without_a_loss_that_is_no_number_or_a_record_there_is_no_line():
     graphs, weights = Graphs(), torch.ones(2, requires_grad=True)
     for _ in range(3):

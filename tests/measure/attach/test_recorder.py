@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from flatout.measure.attach.follower import moved
 from flatout.measure.attach.lines import LineTotals, user_frame
@@ -121,7 +122,7 @@ def test_containers_in_containers_and_of_records_are_named(weights, name):
         KEEPERS[name](memory, loss)
         outputs = {"loss": loss, "mean": loss / 2, "double": loss * 2}  # of one step
     assert keeper_of_graphs(sys._getframe()) == name.replace("pairs", "PAIRS")
-    assert graphs.grown(sys._getframe()) == name.replace("pairs", "PAIRS")
+    assert graphs.grown(sys._getframe()) == (name.replace("pairs", "PAIRS"), "tensors")
     assert outputs
     PAIRS.clear()
 
@@ -132,7 +133,7 @@ def test_a_container_that_stays_as_long_has_not_grown(weights):
         graphs.mark((weights @ weights).sum())
         kept[0] = number
         once += [1] * (number == 6)
-    assert graphs.grown(sys._getframe()) == ""
+    assert graphs.grown(sys._getframe()) == ("", "")
 
 
 class Trainer:
@@ -218,3 +219,59 @@ def test_lines_that_do_not_train_are_other_work_and_the_phases_still_add_up(seco
     unknown = found.model_copy(update={"host_s": None})
     assert moved(unknown, seconds)["host_s"] is None
     assert moved(found.model_copy(update={"device": "cuda"}), seconds) == {}
+
+
+class Attention(nn.Module):
+    """A module that keeps what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.maps = nn.Parameter(torch.ones(2, 2)), []
+
+    def forward(self):
+        made = self.weight @ self.weight
+        self.maps.append(made.detach())
+        return made.sum()
+
+
+GROWN = {
+    "model.0.maps": ("tensors", lambda model: None),
+    "model.0._forward_hooks": (
+        "hooks",
+        lambda model: model[0].register_forward_hook(lambda *_: None),
+    ),
+    "model.0.weight._backward_hooks": (
+        "hooks",
+        lambda model: model[0].weight.register_hook(lambda gradient: None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_what_grows_in_a_module_is_named_and_hooks_before_tensors(name):
+    model, graphs, losses, (kind, act) = nn.Sequential(Attention()), Graphs(), [], GROWN[name]
+    for _ in range(12):
+        loss = model[0]()
+        graphs.mark(loss)
+        losses.append(loss.item())
+        act(model)
+    assert graphs.grown(sys._getframe()) == (name, kind)
+
+
+def test_weights_that_are_new_in_each_step_are_found_at_their_line(tmp_path):
+    texts = {
+        "created": "head = nn.Parameter(torch.ones(2, 2))\nloss = (net(x) @ head).sum()",
+        "once": "head = globals().setdefault('head', nn.Parameter(torch.ones(2, 2)))\n"
+        "loss = (net(x) @ head).sum()",
+    }
+    for name, text in texts.items():
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        space = {"torch": torch, "nn": nn, "x": torch.ones(3, 2), "net": nn.Linear(2, 2)}
+        with CallRecorder(lambda: "forward") as recorder:
+            for _ in range(6):
+                exec(compile(text, str(path), "exec"), space)
+                recorder.end_step()
+        assert recorder.found.counts["created"] == (
+            {(str(path), 2): 5} if name == "created" else {}
+        )

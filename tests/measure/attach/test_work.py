@@ -242,6 +242,30 @@ step(net(images).square().mean())
     assert "discarded" not in found(loop.replace("optimizer.zero_grad()", "optimizer.step()"))
 
 
+def test_gradients_of_some_passes_of_a_line_that_are_cleared_are_lost(found):
+    loop = """
+for rows in images.split(16):
+    optimizer.zero_grad()
+    loss = head(net(rows)).square().mean()
+    recorder.note_backward([loss])
+    loss.backward()
+optimizer.step()
+"""
+    assert found(loop)["lost"] == {"recorder.note_backward([loss])"}
+    kept = loop.replace("    optimizer.zero_grad()\n", "").replace(
+        "step()", "step(); net.zero_grad()"
+    )
+    assert "lost" not in found(kept)
+    another = """
+loss = head(net(images)).square().mean()
+recorder.note_backward([loss])
+loss.backward()
+optimizer.zero_grad()
+step(net(images).square().mean())
+"""
+    assert "lost" not in found(another)
+
+
 @pytest.mark.parametrize("loop", USED.values(), ids=USED)
 def test_gradients_that_something_uses_are_not_discarded(found, loop):
     assert "discarded" not in found(loop)

@@ -88,6 +88,7 @@ cpu:
   growing-steps: {grows: {seconds: {first: 0.05, last: 0.09, per_1000: 0.1}}, site: data}
   slow-rank: {waiting_s: 0.03, transfer_s: 0.001, slowest: 1, slowest_phase: other, world_size: 2,
     site: rank}
+  shared-memory: {workers: 2, shared_gib: 0.0625, course: [[0, 0.1, 5.0e+6]], site: rows}
   workers-memory: {grows: {workers: {first: 50.0, last: 90.0, per_1000: 30.0}}, workers: 2,
     site: rows}
   anomaly-detection: {anomaly_detection: true, site: anomaly}
@@ -117,6 +118,9 @@ cpu:
   frequent-evaluation: {evaluation_s: 0.05}
   garbage-collection: {gc_s: 0.02, site: gc}
   memory-leak: {growth_bytes: 1048576}
+  growing-hooks: {grown: model._forward_hooks, grown_by: hooks}
+  lost-gradients: {site: lost}
+  unregistered-weights: {unregistered: [layers], wasted_gradients: 0.7}
   growing-memory: {kept_graphs: 1.0, kept_by: total, growth_bytes: 1048576}
   growing-work: {site: growing}
   length: {epochs: 400.0}
@@ -274,6 +278,12 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ),
         ("cpu", STORM | {"config": None}, "garbage s 20% of each step", "gc.freeze()"),
         ("cpu", GROWING | {"grown": "self.cache"}, "memory-leak w", "Look at self.cache,"),
+        ("cpu", GROWING | {"grown": "maps", "grown_by": "tensors"}, "memory-leak sp", "at maps,"),
+        ("cpu", {"grown": "logs", "kept_by": "logs"}, "growing-memory sp kept by logs", ""),
+        ("cpu", {"grown": "steps", "kept_by": "logs"}, "", ""),
+        ("cpu", GROWING | {"uneven": True, "grown": "losses"}, "", ""),
+        ("cpu", GROWING | {"uneven": True, "grown_by": "tensors"}, "memory-leak sp", "Look for"),
+        ("cpu", {"workers": 2, "shared_gib": 8.0, "course": ((0, 0.1, 5e6),)}, "", ""),
         ("cpu", GROWING | {"optimizer": "LBFGS"}, "", ""),  # its history
         (
             "cpu",
@@ -300,6 +310,12 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
             {"losses": ((9, math.nan),), "site": "not-finite"},
             "unstable f from step 9: the first value that is not finite is seen at mine.py:7",
             "logsumexp",
+        ),
+        (
+            "cpu",
+            {"losses": ((9, math.nan),), "site": "not-finite", "bad_data": True},
+            "unstable f from step 9: the data that mine.py:7",
+            "torch.isfinite(batch)",
         ),
         ("cpu", {"logging_s": 0.02, "settings": {"log.every": 10}}, "slow-logging s", "(log.to)"),
         ("cpu", {"logging_s": 0.02, "config": None}, "slow-logging s 20%", "every few steps"),
