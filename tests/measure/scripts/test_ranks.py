@@ -90,11 +90,20 @@ def test_the_rank_with_longer_rows_is_named(write):
     assert "same number of elements" in finding.fixes[0].text
 
 
-def test_the_rank_that_does_something_else_is_named_with_its_line(write):
-    found, _ = diagnose_script(write(after="time.sleep(0.05 * rank)"), Request(seconds=2.0))
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        ("time.sleep(0.05 * rank)", 1),
+        pytest.param("time.sleep(0.05 - 0.05 * rank)", 0, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_rank_that_does_something_else_is_named_with_its_line(write, line, rank):
+    barrier = "\n    dist.barrier()" * (rank == 0)  # where the others wait
+    found, _ = diagnose_script(write(after=line + barrier), Request(seconds=2.0))
     (finding,) = (one for one in found.findings if one.name == "slow-rank")
-    assert "rank 1" in finding.verdict
-    assert finding.site.text == "time.sleep(0.05 * rank)"
+    assert f"rank {rank}" in finding.verdict
+    assert finding.site.text == line
+    assert "dist.barrier()" not in {one.site.text for one in found.findings if one.site}
     assert dict(found.about)["Ranks"].count("ms") == 2
 
 
