@@ -168,7 +168,15 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         stack.enter_context(halving(run, is_auto=plan.rows_are_auto))
         differences = restore(run, plan, progress)
         observers, uploader = [*request.observers], None
+        newest = plan.checkpoint
+        saved = read_info(newest) if newest and is_own(newest, run.folder) else None
         if mesh.is_main:
+            if (
+                newest
+                and saved
+                and saved.config_digest != (layout.read_config(run.folder) or run.config).digest()
+            ):
+                differences.append(f"Settings in {layout.CONFIG} have changed since {newest.name}.")
             observers += configured_observers(run.config.log)
             store_plan(run, plan, progress)
             suggest_bench(run, plan, request)
@@ -177,8 +185,6 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
                 progress.say(f"torchrun may continue this run with {sizes} processes.")
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
-            newest = plan.checkpoint
-            saved = read_info(newest) if newest and is_own(newest, run.folder) else None
             lost = truncate_metrics(run.folder, saved, is_at_end=run.step == run.last_step)
             differences += [lost] if lost else []
             uploader = claimed(run.folder, run.config.checkpoint, is_resumed, progress)

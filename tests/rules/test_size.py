@@ -14,7 +14,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 91_275,
     "data": 57_640,
-    "training": 54_630,
+    "training": 54_670,
     "cli": 24_210,
     "models": 22_385,
     "assembly": 16_490,

@@ -77,3 +77,18 @@ def test_a_resume_names_lost_records(config, tmp_path, killed_in, messages, dama
     lines = [line for line in messages.lines if str(metrics) in line]
     assert [named in line for line in lines] == [True] * (named is not None)
     assert [e["text"] for e in RunLog(run).events if e["event"] == "difference"] == lines
+
+
+@pytest.mark.parametrize("is_edited", [True, False])
+def test_a_resume_says_that_the_settings_were_edited(
+    config, tmp_path, killed_in, messages, is_edited
+):
+    run = tmp_path / "run"
+    with killed_in(finish, "save_last"):
+        train(config.with_values({"checkpoint.every_steps": 2}), run=run)
+    stored = run / "config.yaml"
+    before, key, after = stored.read_text().rpartition("clip: 1.0")  # of the resolved part
+    stored.write_text(before + ("clip: 0.5" if is_edited else key) + after)
+    train(config.with_values({"checkpoint.every_steps": 2}), run=run, progress=messages)
+    said = [line for line in messages.lines if "Settings in config.yaml have changed" in line]
+    assert said == ["Settings in config.yaml have changed since step-2."] * is_edited
