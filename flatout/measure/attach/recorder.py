@@ -298,7 +298,7 @@ def held_by(frame: FrameType | None) -> dict[str, Any]:
                     for path, each in modules
                     if each is value or id(each) not in seen
                     for key, one in [*vars(each).items()]
-                    if key[0] != "_" or key.endswith("_hooks")
+                    if key[0] != "_" or (one and key.endswith("_hooks"))
                 ]
                 hooks = ((path, one._backward_hooks) for path, one in value.named_parameters(name))
                 held += [(f"{path}._backward_hooks", each) for path, each in hooks if each]
@@ -307,7 +307,8 @@ def held_by(frame: FrameType | None) -> dict[str, Any]:
             own = value if issubclass(kind, dict) else getattr(value, "__dict__", {})
             shown = "{}[{!r}]" if own is value else "{}.{}"
             if len(re.findall(r"[.[]", name)) < MOST_DEEP and len(own) < MOST_ATTRIBUTES:
-                held += [(shown.format(name, key), one) for key, one in [*own.items()]]
+                every = ((key, one) for key, one in [*own.items()] if isinstance(key, (str, int)))
+                held += [(shown.format(name, key), one) for key, one in every]
         frame = frame.f_back
     return found
 
