@@ -233,7 +233,8 @@ class Evidence(Stored):
     step (which calls the optimizer), line (work without weights, its backward pass included),
     repeated, unread and zero (work that is repeated or has no effect), again, discarded and lost
     (passes through the same graph, those whose gradients nothing uses, those of which some are
-    used), created (weights that are new in each step), growing (more work in each
+    used), created (weights that are new in each step),
+    normalised (a loss that takes logits and is given probabilities), growing (more work in each
     step), rows (a batch size of 1), broadcast (a column and a row that make a square), not-finite
     (the first result that is not)."""
     kernels: tuple[KernelRow, ...] | None = None
@@ -405,6 +406,16 @@ class Evidence(Stored):
     """Share of the early steps whose gradients include those of the step before."""
     unmoved: Number = None
     """Share of the values with gradients that no early step changed."""
+    unreached: Number = None
+    """Share of its weights, by numbers, that had no gradient in any of those steps."""
+    unreached_names: tuple[str, ...] = ()
+    """The names of those that belong to the model."""
+    full_rows: Number = None
+    """Share of the rows of its largest matrix with gradients other than zero in a step."""
+    largest_share: Number = None
+    """Share of the weights, by numbers, of its largest tensor."""
+    new_optimizers: Number = None
+    """Optimizers per step that follow another one of the same weights."""
     weights_dtype: Text = None
     """Type of the weights that it updates."""
     highest_lr: Number = None
@@ -413,6 +424,12 @@ class Evidence(Stored):
     """Its class."""
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss), including NaN and infinity."""
+    tracer: str = ""
+    """What follows all calls of the script in most steps: a profiler or a debugger."""
+    same_inputs: bool = False
+    """Whether the inputs of the first steps have the same values, in other tensors."""
+    dataset_rows: Count = None
+    """Rows of the DataLoader's dataset."""
     bad_data: bool = False
     """Whether the first value that is not finite was in the data."""
     skipped_steps: Count = None
@@ -465,6 +482,11 @@ class Evidence(Stored):
         """
         names = self.never_updated if (self.wasted_gradients or 0.0) < 0.5 else ()
         return shortened(names, 3)
+
+    @property
+    def unreached_words(self) -> str:
+        """The names of weights without a gradient, in brackets."""
+        return f" ({shortened(self.unreached_names, 3)})" if self.unreached_names else ""
 
     @property
     def lacks_shared(self) -> bool:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from watching import batches, train
+from watching import WIDTH, batches, train
 
 import flatout
 from flatout.errors import ConfigError
@@ -21,6 +21,7 @@ from flatout.training.metrics.phases import PhaseTimer
 
 pytestmark = pytest.mark.slow
 
+ROWS = torch.randn(64, WIDTH)
 PLAIN = (torch.save, gc.collect, torch.Tensor.item, torch.cuda.empty_cache)
 
 
@@ -203,12 +204,30 @@ def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, c
     assert "and the script continues: RuntimeError('a fault of ours')" in message
 
 
+@pytest.mark.parametrize("is_moved_on", [True, False])
+def test_the_same_rows_in_every_step_are_named(is_moved_on):
+    model, loader = torch.nn.Linear(WIDTH, 1), torch.utils.data.DataLoader(ROWS, batch_size=4)
+    optimizer, batches = torch.optim.SGD(model.parameters(), lr=1e-3), iter(loader)
+    loop = follower.Follower("script", at_exit=lambda: None, recorded_steps=0)
+    try:
+        for _ in range(60):
+            batch = next(batches, ROWS[:4]) if is_moved_on else next(iter(loader))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = loop.evidence()
+    finally:
+        loop.close()
+    assert (found.rows, found.dataset_rows, found.same_inputs) == (4, 64, not is_moved_on)
+
+
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # older versions of torch
 def test_an_active_profiler_is_left_alone(watch):
     with torch.profiler.profile() as profiler:
         train(watch)
     assert any(event.name == "aten::addmm" for event in profiler.events())
     assert any("Another profiler is active" in note for note in watch.evidence().notes)
+    assert "tracing" in names(watch)
 
 
 @pytest.mark.thorough

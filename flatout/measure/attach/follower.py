@@ -13,6 +13,7 @@ import statistics
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -31,7 +32,7 @@ from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
-from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
+from flatout.measure.attach.learning import Learning, gradients_of_all, some_of, wasted
 from flatout.measure.attach.lines import (
     Line,
     LineTotals,
@@ -144,6 +145,12 @@ class Follower:
         self._size = self._reduced = 0
         """Of this step: elements of the inputs, and passes after which gradients are reduced."""
         self._used, self._next_look_s = list[float](), 0.0
+        self._traced, self._tracer = 0, ""
+        """Steps in which a profiler or debugger of the script was on, and what it is."""
+        self._inputs: tuple[list[Any], list[Tensor]] | None = None
+        """The last inputs that were looked at, and some of their values."""
+        self._same: list[bool] = []
+        """Whether those of a step equal the ones before, in other tensors."""
         self._has_anomaly_detection = self._in_autocast = False
         self._installed = stack = ExitStack()
         for owner, name, before in (
@@ -210,6 +217,8 @@ class Follower:
         phases = (spent.get(name, 0.0) for name in WORK)
         self._course.add(is_special, seconds, self._size, self._reduced, *self._used, *phases)
         self.steps += 1
+        tracer = "" if is_special else tracer_of()
+        self._traced, self._tracer = self._traced + bool(tracer), tracer or self._tracer
         self._read_logged()
 
     def _on_optimizer_step(self) -> None:
@@ -374,6 +383,18 @@ class Follower:
         if self.steps < PADDED_STEPS:
             self._padding += padding_of((args, kwargs))
             self._note_line("padding")
+            self._compare_inputs([one for one in (*args, *kwargs.values()) if type(one) is Tensor])
+
+    def _compare_inputs(self, inputs: list[Tensor]) -> None:
+        """Note whether the inputs have the values of those before, although there are others."""
+        values = [some_of(one) for one in inputs]
+        if self._inputs is not None and len(values) == len(self._inputs[1]):
+            held, before = self._inputs
+            is_new = not any(one() is other for one, other in zip(held, inputs, strict=True))
+            pairs = zip(before, values, strict=True)
+            is_equal = all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
+            self._same.append(is_new and is_equal)
+        self._inputs = [weakref.ref(one) for one in inputs], values
 
     def _is_training(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -587,8 +608,13 @@ class Follower:
             "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
         }
+        if self._traced > steps / 2:
+            update["tracer"] = self._tracer
+        with suppress(TypeError):  # it has no length
+            update["dataset_rows"] = len(self._hooks.read[0]())
+        update["same_inputs"] = len(self._same) >= FEW_STEPS and all(self._same)
         update |= self._course.found()
-        update |= wasted(self._early_gradients, self.model) | self._learning.found()
+        update |= wasted(self._early_gradients, self.model) | self._learning.found(self.model)
         update |= _optimizer_facts(self._optimizers.optimizer)
         return found.model_copy(update=update | {"sites": {**found.sites, **sites}})
 
@@ -627,6 +653,14 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
             for one in modules
         ),
     }
+
+
+def tracer_of() -> str:
+    """Return what follows all calls of this thread, besides flatout: a profiler, a debugger. ""."""
+    hook = sys.gettrace() or sys.getprofile()
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return "torch.profiler"
+    return "" if hook is None else getattr(hook, "__module__", None) or type(hook).__name__
 
 
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:

@@ -169,11 +169,11 @@ class Hooks:
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Result:
+            if phase == "data_wait" and self._timer.current in (*OWN_WORK, phase):
+                guarded(self._note_loader)(args[0])
             if not self.starts(phase):
                 return plain(*args, **kwargs)
             before_s = self._timer.seconds[phase]
-            if phase == "data_wait":
-                guarded(self._note_loader)(args[0])
             try:
                 with self._timer.phase(phase):
                     return plain(*args, **kwargs)

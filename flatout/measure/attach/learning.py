@@ -57,6 +57,10 @@ class _Looks:
     """Whether there was no gradient at one of the passes since then."""
     zeros: list[Tensor] = field(default_factory=list)
     """For each of those passes, whether all gradients were zero."""
+    given: set[int] = field(default_factory=set)
+    """Identities of the weights that had a gradient at one of its steps."""
+    full_rows: list[Tensor] = field(default_factory=list)
+    """For each look, the share of some rows of the largest weights with a gradient."""
     without: list[Tensor] = field(default_factory=list)
     """For each look, whether the optimizer found no gradient, or zeros."""
     uncleared: list[Tensor] = field(default_factory=list)
@@ -81,6 +85,8 @@ class Learning:
         self._looks: WeakKeyDictionary[Optimizer, _Looks] = WeakKeyDictionary()
         self._steps = 0
         """Steps of all optimizers."""
+        self._first, self._new = set[int](), 0
+        """The first weights of each optimizer, and how many optimizers another one preceded."""
         self._clips: list[tuple[Line | None, Tensor]] = []
         """The line and the norm of gradients that were clipped."""
         clipping = ExitStack()
@@ -128,14 +134,18 @@ class Learning:
 
         return clip
 
-    def found(self) -> dict[str, Any]:
+    def found(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Return what was seen of the worst optimizer, by the names in `Evidence`."""
         found: list[dict[str, Any]] = []
+        names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
         for optimizer, one in self._looks.items():
             if one.is_odd or one.looks < LEAST:
                 continue
             reached = sum(int(each.sum()) for each in one.reached)
             moved = sum(int(each.sum()) for each in one.moved)
+            every = [each for each in _all(optimizer) if each.requires_grad]
+            total = max(sum(map(Tensor.numel, every)), 1)
+            lost = [each for each in every if id(each) not in one.given]
             found.append(
                 {
                     "without_gradients": _share(one.without),
@@ -144,20 +154,29 @@ class Learning:
                     "weights_dtype": str(one.weights[0].dtype).removeprefix("torch."),
                     "highest_lr": one.highest_lr,
                     "watched_optimizer": type(optimizer).__name__,
+                    "unreached": sum(map(Tensor.numel, lost)) / total,
+                    "unreached_names": tuple(names[id(e)] for e in lost if id(e) in names),
+                    "full_rows": float(torch.stack(one.full_rows).mean())
+                    if one.full_rows
+                    else None,
+                    "largest_share": one.weights[0].numel() / total,
                 }
             )
-        return max(
+        worst = max(
             found,
             key=lambda one: one["without_gradients"] + one["uncleared"] + (one["unmoved"] or 0.0),
             default={},
         )
+        return worst | {"new_optimizers": self._new / max(self._steps, LEAST)}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         if torch.compiler.is_compiling():
             return
         if optimizer not in self._looks:
-            every = [each for group in optimizer.param_groups for each in group["params"]]
+            every = _all(optimizer)
+            self._new += id(every[0]) in self._first
+            self._first.add(id(every[0]))
             every.sort(key=lambda weights: -weights.numel())
             largest = [each for each in every if each.device == every[0].device][:TENSORS]
             self._looks[optimizer] = _Looks([each for each in largest if each.numel()])
@@ -168,6 +187,12 @@ class Learning:
         one.steps += 1
         if one.is_done or one.steps <= EARLY_STEPS:
             return
+        one.given |= {id(each) for each in _all(optimizer) if each.grad is not None}
+        first = one.weights[0].grad
+        if first is not None and first.dim() == 2 and not first.is_sparse:
+            own = getattr(first.detach(), "_local_tensor", first.detach())
+            rows = own[:: max(len(own) // SOME, 1)]
+            one.full_rows.append((rows != 0).any(1).double().mean())
         gradients = _gradients(one.weights)
         one.without.append(are_zero(gradients) if gradients else torch.tensor(True))
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -199,6 +224,11 @@ class Learning:
             one.before = []
         one.had = [weights.grad for weights in one.weights]
         one.backwards, one.is_cleared, one.zeros = 0, False, []
+
+
+def _all(optimizer: Optimizer) -> list[Tensor]:
+    """Return the weights of an optimizer."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def gradients_of_all() -> dict[int, tuple[int, float | None]]:

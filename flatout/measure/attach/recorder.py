@@ -40,6 +40,12 @@ WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
 CONTAINERS = (list, deque, dict, set)
 """Of these, a script's variables are looked at."""
+LOSSES_OF_LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss")
+NORMALISED = ("Softmax", "Sigmoid")
+"""Loss functions that take logits, the last one their logarithms, and nodes of probabilities."""
+ARRANGES = re.compile(
+    "(Unsafe)?View|Reshape|Transpose|Permute|T0|TBack|.*queeze|Select|Slice|Clone"
+)
 MOST_DEEP, KEPT = 3, 9
 """Objects in objects that are looked at, and fewest graphs in one that are those of steps."""
 MOST_ATTRIBUTES = 100
@@ -164,6 +170,8 @@ class CallRecorder(TorchFunctionMode):
             is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
             if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
                 self.found.add("broadcast", line, seconds)
+        if name in LOSSES_OF_LOGITS and two and _maker(two[0].grad_fn).startswith(NORMALISED):
+            self.found.add("normalised", line, seconds)
         square = result.shape[-2:]
         if name == "softmax" and result.dim() > 2 and square[0] == square[1] >= MIN_ATTENTION:
             self.found.add("softmax", line, seconds)
@@ -335,6 +343,11 @@ def _has_graph(value: Any) -> bool:
 
 def _is_sum(node: Any) -> bool:
     return bool(node.name() == "AddBackward0")
+
+
+def _maker(node: Any) -> str:
+    """Return the name of the node that made a result's values, however they are arranged since."""
+    return next((one.name() for one in _chain(node) if not ARRANGES.match(one.name())), "")
 
 
 def _metadata(node: Any) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from flatout.measure.rules import row
 
+LEAST_UNREACHED = 0.1
+"""Share of the weights without a gradient that is no part which the model merely does not use."""
+
 GRADIENTS = [
     row(
         "broadcast-loss",
@@ -65,6 +68,25 @@ GRADIENTS = [
         unless="cleared-gradients",
     ),
     row(
+        "new-optimizers",
+        "An optimizer is made anew in each step, so that it has no state.",
+        lambda e: (e.new_optimizers or 0.0) > 0.5 and "spoils",
+        "Each step makes a new optimizer of the same weights: its moments start at zero every "
+        "time.",
+        "Make the optimizer once, before the loop.",
+        site="optimizer step",
+    ),
+    row(
+        "probabilities-as-logits",
+        "A loss that takes logits is given probabilities, so that gradients are small.",
+        lambda e: e.site("normalised") and "spoils",
+        "The loss at {site} takes logits, and is given the result of a softmax or sigmoid: it "
+        "normalises them again.",
+        "Give it the logits: F.cross_entropy has the softmax in it, "
+        "F.binary_cross_entropy_with_logits the sigmoid. F.nll_loss takes log_softmax.",
+        site="normalised",
+    ),
+    row(
         "repeated-backward",
         "Backward passes of one step go through the same graph again.",
         lambda e: (place := e.site("again")) and e.share(place.seconds_per_step, 0.1),
@@ -73,6 +95,15 @@ GRADIENTS = [
         "Call detach() on what should not be differentiated again: a state that is carried over, "
         "or what another model made. Or add the losses up, and go backward once.",
         site="again",
+    ),
+    row(
+        "same-batch",
+        "Each step gets the same rows, although there are others.",
+        lambda e: e.same_inputs and (e.dataset_rows or 0) > 2 * (e.rows or 1e9) and "spoils",
+        "The inputs of each step have the same values: the model sees {e.rows} of the "
+        "{e.dataset_rows:,} rows of the dataset.",
+        "Make the iterator of the DataLoader once, before the loop, and use shuffle=True.",
+        site="padding",
     ),
     row(
         "uncleared-gradients",
@@ -123,6 +154,17 @@ GRADIENTS = [
         site="step",
         shows="weights_dtype highest_lr",
         unless="cleared-gradients",
+    ),
+    row(
+        "unreached-weights",
+        "Weights that an optimizer has never get a gradient.",
+        # without any, they are cleared, or of another model
+        lambda e: LEAST_UNREACHED <= (e.unreached or 0.0) < 1 and "spoils",
+        "{e.unreached:.0%} of the weights of {e.watched_optimizer} have no gradient in any step"
+        "{e.unreached_words}: the loss does not reach them.",
+        "Look for detach(), .data, item(), no_grad() or a new tensor between them and the loss. "
+        "Set requires_grad_(False) for what should not learn.",
+        site="optimizer",
     ),
     row(
         "unregistered-weights",

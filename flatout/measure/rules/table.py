@@ -281,6 +281,20 @@ ROWS = [
         site="rows",
     ),
     row(
+        "dense-gradients",
+        "Gradients of few rows of an embedding update all of its rows.",
+        lambda e: (
+            (1.0 if e.full_rows is None else e.full_rows) < 0.1
+            and e.share((e.optimizer_s or 0.0) * (e.largest_share or 0.0), 0.15)
+        ),
+        "{share:.0%} of each step updates the largest weights, of which only {e.full_rows:.0%} of "
+        "the rows have a gradient.",
+        "Use nn.Embedding(..., sparse=True) with torch.optim.SparseAdam for its weights, and the "
+        "optimizer of now for all others.",
+        site="optimizer",
+        shows="optimizer_s",
+    ),
+    row(
         "fragmentation",
         "The allocator reserves much more GPU memory than the tensors need.",
         lambda e: (
@@ -609,6 +623,13 @@ ROWS = [
         *LESS_MEMORY,
         shows="rows_that_fit",
         unless="out-of-memory",
+    ),
+    row(
+        "tracing",
+        "A profiler or a debugger follows all calls of the run.",
+        lambda e: e.tracer and "slows",
+        "{e.tracer} follows all calls in most steps.",
+        "Use it for some steps only, as with torch.profiler.schedule, or run without it.",
     ),
     row(
         "unfused-attention",

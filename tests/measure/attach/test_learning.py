@@ -86,6 +86,14 @@ backward(loss_of(net)); optimizer.zero_grad(set_to_none=False); optimizer.step()
     "uncleared-gradients of another": """
 backward(loss_of(net)); optimizer.step(); second.zero_grad()
 """,
+    "new-optimizers": """
+adam = torch.optim.Adam(net.parameters())
+backward(loss_of(net)); adam.step(); adam.zero_grad()
+""",
+    "unreached-weights": """
+both = space.setdefault("both", torch.optim.SGD([*net.parameters(), *other.parameters()], lr=1e-2))
+backward(other(net(x).detach()).square().mean()); both.step(); both.zero_grad()
+""",
     "unmoved-weights": """
 optimizer.param_groups[0]["lr"] = 0.0
 backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
@@ -123,6 +131,24 @@ def test_a_loop_that_learns_has_no_finding(loop):
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_loop_that_does_not_learn_is_named(name):
     assert findings(FAULTY[name]).keys() == {name.partition(" ")[0]}
+
+
+def test_weights_without_a_gradient_are_named_and_the_rows_of_an_embedding_are_counted():
+    table, head = nn.Embedding(640, 8), nn.Linear(8, 8)
+    model, learning = nn.Sequential(table, head), Learning()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        loss = nn.functional.linear(table(torch.arange(32) + 320), head.weight).square().mean()
+        learning.before_backward(is_plain=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    learning.close()
+    found = learning.found(model)
+    assert found["unreached_names"] == ("1.bias",)
+    assert found["unreached"] == pytest.approx(8 / sum(map(torch.numel, model.parameters())))
+    assert found["full_rows"] == pytest.approx(32 / 640, abs=1 / 64)
+    assert found["largest_share"] == pytest.approx(0.986, abs=1e-3)
 
 
 def test_the_fix_is_that_of_the_cause():

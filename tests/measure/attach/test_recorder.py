@@ -283,3 +283,25 @@ def test_an_optimizers_state_is_not_printed_for_a_name(weights, monkeypatch):
     optimizer.step()
     monkeypatch.setattr(torch.Tensor, "__repr__", lambda _: pytest.fail("reads values"))
     assert keeper_of_graphs(sys._getframe()) == ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_found"),
+    [
+        ("F.cross_entropy(scores.softmax(-1), labels)", True),
+        ("F.cross_entropy(scores.softmax(-1).view(3, 2), labels)", True),
+        ("F.nll_loss(scores.softmax(-1), labels)", True),
+        ("F.nll_loss(scores.log_softmax(-1), labels)", False),
+        ("F.cross_entropy(scores, labels)", False),
+        ("F.cross_entropy(scores.softmax(-1) @ net.weight, labels)", False),
+        ("F.binary_cross_entropy_with_logits(scores.sigmoid(), scores.detach().round())", True),
+        ("F.binary_cross_entropy(scores.sigmoid(), scores.detach().sigmoid())", False),
+    ],
+)
+def test_probabilities_where_a_loss_takes_logits_are_found(loss, is_found, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"scores = net(x)\nloss = {loss}\n")
+    space = {"net": nn.Linear(2, 2), "x": torch.ones(3, 2), "labels": torch.tensor([0, 1, 1])}
+    with CallRecorder(lambda: "other") as recorder:
+        exec(compile(path.read_text(), str(path), "exec"), space | {"F": nn.functional})
+    assert set(recorder.found.counts["normalised"]) == ({(str(path), 2)} if is_found else set())

@@ -120,6 +120,12 @@ cpu:
   memory-leak: {growth_bytes: 1048576}
   growing-hooks: {grown: model._forward_hooks, grown_by: hooks}
   lost-gradients: {site: lost}
+  dense-gradients: {full_rows: 0.01, largest_share: 0.9, optimizer_s: 0.03, site: optimizer}
+  new-optimizers: {new_optimizers: 1.0, site: optimizer}
+  probabilities-as-logits: {site: normalised}
+  same-batch: {same_inputs: true, dataset_rows: 500, rows: 8, site: padding}
+  tracing: {tracer: cProfile}
+  unreached-weights: {unreached: 0.4, unreached_names: [encoder.weight], site: optimizer}
   unregistered-weights: {unregistered: [layers], wasted_gradients: 0.7}
   growing-memory: {kept_graphs: 1.0, kept_by: total, growth_bytes: 1048576}
   growing-work: {site: growing}
@@ -283,6 +289,10 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", {"grown": "steps", "kept_by": "logs"}, "", ""),
         ("cpu", GROWING | {"uneven": True, "grown": "losses"}, "", ""),
         ("cpu", GROWING | {"uneven": True, "grown_by": "tensors"}, "memory-leak sp", "Look for"),
+        ("cpu", {"same_inputs": True, "dataset_rows": 8, "rows": 8}, "", ""),
+        ("cpu", {"unreached": 0.4}, "unreached sp 40% of the weights of the optimizer have", ""),
+        ("cpu", {"unreached": 0.01}, "", ""),  # the pooler of a pretrained model
+        ("cpu", {"full_rows": 0.01, "largest_share": 0.9, "optimizer_s": 0.005}, "", ""),
         ("cpu", {"workers": 2, "shared_gib": 8.0, "course": ((0, 0.1, 5e6),)}, "", ""),
         ("cpu", GROWING | {"optimizer": "LBFGS"}, "", ""),  # its history
         (
