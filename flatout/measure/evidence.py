@@ -411,7 +411,7 @@ class Evidence(Stored):
     unreached_names: tuple[str, ...] = ()
     """The names of those that belong to the model."""
     full_rows: Number = None
-    """Share of the rows of its largest matrix with gradients other than zero in a step."""
+    """Share of the rows of its largest tensor, if that is an embedding's, that have gradients."""
     largest_share: Number = None
     """Share of the weights, by numbers, of its largest tensor."""
     new_optimizers: Number = None

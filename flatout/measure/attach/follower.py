@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import statistics
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -32,7 +30,8 @@ from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
-from flatout.measure.attach.learning import Learning, gradients_of_all, some_of, wasted
+from flatout.measure.attach.inputs import Inputs, rows_of
+from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
 from flatout.measure.attach.lines import (
     Line,
     LineTotals,
@@ -46,7 +45,6 @@ from flatout.measure.attach.recorder import (
     Graphs,
     keeper_of_graphs,
     own_lines,
-    padding_of,
 )
 from flatout.measure.attach.request import Recording
 from flatout.measure.attach.screening import Screening
@@ -134,23 +132,18 @@ class Follower:
         went backward: then they all belong to training."""
         self._steps_in_evaluation_mode = self._rollouts = self._evaluations_with_gradients = 0
         self._parameters = 0
-        self._rows: int | None = None
+        self._inputs = Inputs()
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
-        self._padding: list[float] = []
         self._early_gradients: dict[int, tuple[int, float | None]] = {}
         """What `gradients_of_all` returned in an early step."""
         self._graphs, self._lines, self._learning = Graphs(), LineTotals(), Learning()
         self._course, self._grown, self._keeper = Course(), ("", ""), ""
-        self._size = self._reduced = 0
-        """Of this step: elements of the inputs, and passes after which gradients are reduced."""
+        self._reduced = 0
+        """Passes of this step after which gradients are reduced."""
         self._used, self._next_look_s = list[float](), 0.0
         self._traced, self._tracer = 0, ""
         """Steps in which a profiler or debugger of the script was on, and what it is."""
-        self._inputs: tuple[list[Any], list[Tensor]] | None = None
-        """The last inputs that were looked at, and some of their values."""
-        self._same: list[bool] = []
-        """Whether those of a step equal the ones before, in other tensors."""
         self._has_anomaly_detection = self._in_autocast = False
         self._installed = stack = ExitStack()
         for owner, name, before in (
@@ -215,7 +208,9 @@ class Follower:
             self._next_look_s = now_s + max(MEMORY_EVERY_S, PART * took_s)
         is_special, spent = self.stages.name != "ordinary", self._timer.seconds
         phases = (spent.get(name, 0.0) for name in WORK)
-        self._course.add(is_special, seconds, self._size, self._reduced, *self._used, *phases)
+        self._course.add(
+            is_special, seconds, self._inputs.size, self._reduced, *self._used, *phases
+        )
         self.steps += 1
         tracer = "" if is_special else tracer_of()
         self._traced, self._tracer = self._traced + bool(tracer), tracer or self._tracer
@@ -251,7 +246,7 @@ class Follower:
         assert self.stages is not None
         self._timer.leave_if_open(BASE)
         goes_on = self.stages.start_step()
-        self._size = self._reduced = 0
+        self._inputs.size = self._reduced = 0
         if self.steps and not self.steps & (self.steps - 1):  # a power of two
             self._look_at_variables()
         if self.base is not None:
@@ -361,7 +356,10 @@ class Follower:
         try:
             is_training = self._is_training(module, args, kwargs)
             if is_training and module is self.model and torch.is_grad_enabled():
-                self._look_at_inputs(args, kwargs)
+                is_early = self.steps < PADDED_STEPS
+                self._inputs.look(args, kwargs, reads=is_early)
+                if is_early:
+                    self._note_line("padding")
                 if self._sites is not None and self.steps < SITED_STEPS:
                     self._sites.note_forward(sys._getframe(1))
             if self.stages is not None:
@@ -374,28 +372,6 @@ class Follower:
             raise
         return after
 
-    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the rows of a forward pass, and in the first steps its padding."""
-        sizes = (one.numel() for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-        self._size += max(sizes, default=0)
-        if torch._C._functorch.maybe_current_level() is None:
-            self._rows = _rows_of(args, kwargs)
-        if self.steps < PADDED_STEPS:
-            self._padding += padding_of((args, kwargs))
-            self._note_line("padding")
-            self._compare_inputs([one for one in (*args, *kwargs.values()) if type(one) is Tensor])
-
-    def _compare_inputs(self, inputs: list[Tensor]) -> None:
-        """Note whether the inputs have the values of those before, although there are others."""
-        values = [some_of(one) for one in inputs]
-        if self._inputs is not None and len(values) == len(self._inputs[1]):
-            held, before = self._inputs
-            is_new = not any(one() is other for one, other in zip(held, inputs, strict=True))
-            pairs = zip(before, values, strict=True)
-            is_equal = all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
-            self._same.append(is_new and is_equal)
-        self._inputs = [weakref.ref(one) for one in inputs], values
-
     def _is_training(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
@@ -406,7 +382,9 @@ class Follower:
         """
         key = self._key(module)
         if not torch.is_grad_enabled():
-            is_rollout = module.training and 0 < (_rows_of(args, kwargs) or 0) < (self._rows or 0)
+            is_rollout = module.training and 0 < (rows_of(args, kwargs) or 0) < (
+                self._inputs.rows or 0
+            )
             self._rollouts += is_rollout and key in self._trained
             return is_rollout or key not in self._trained
         if self.model is not None and self._trained.get(key) and key == self._key(self.model):
@@ -596,14 +574,12 @@ class Follower:
         matters = self.model is not None and mode_matters(self.model)
         update |= {} if self.model is None else model_facts(self.model)
         update |= {
-            "rows": self._rows,
             "workers": self._hooks.workers,
             "pinned": self._hooks.pinned,
             "calls": tuple({one.kind for one in calls}),
             "autocast": self._in_autocast,
             "tf32": torch.get_float32_matmul_precision() != "highest",
             "anomaly_detection": self._has_anomaly_detection,
-            "padding": statistics.fmean(self._padding) if self._padding else None,
             "dataset": self._hooks.dataset,
             "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
@@ -612,7 +588,7 @@ class Follower:
             update["tracer"] = self._tracer
         with suppress(TypeError):  # it has no length
             update["dataset_rows"] = len(self._hooks.read[0]())
-        update["same_inputs"] = len(self._same) >= FEW_STEPS and all(self._same)
+        update |= self._inputs.found()
         update |= self._course.found()
         update |= wasted(self._early_gradients, self.model) | self._learning.found(self.model)
         update |= _optimizer_facts(self._optimizers.optimizer)
@@ -678,12 +654,6 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
         way = "fused" if groups[0].get("fused") else way
     tensors = sum(len(group["params"]) for group in groups)
     return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
-
-
-def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the largest first dimension of the tensors in a call."""
-    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    return max((one.shape[0] for one in tensors if one.dim()), default=None)
 
 
 def mode_matters(model: nn.Module) -> bool:

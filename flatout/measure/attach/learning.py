@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.lines import Line, user_frame
@@ -85,8 +86,10 @@ class Learning:
         self._looks: WeakKeyDictionary[Optimizer, _Looks] = WeakKeyDictionary()
         self._steps = 0
         """Steps of all optimizers."""
-        self._first, self._new = set[int](), 0
-        """The first weights of each optimizer, and how many optimizers another one preceded."""
+        self._first: Any = WeakIdKeyDictionary()
+        """The first weights of each optimizer."""
+        self._new = 0
+        """Optimizers whose first weights another one had."""
         self._clips: list[tuple[Line | None, Tensor]] = []
         """The line and the norm of gradients that were clipped."""
         clipping = ExitStack()
@@ -138,6 +141,8 @@ class Learning:
         """Return what was seen of the worst optimizer, by the names in `Evidence`."""
         found: list[dict[str, Any]] = []
         names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        tables = [] if model is None else [one for one in model.modules() if isinstance(one, kinds)]
         for optimizer, one in self._looks.items():
             if one.is_odd or one.looks < LEAST:
                 continue
@@ -157,7 +162,7 @@ class Learning:
                     "unreached": sum(map(Tensor.numel, lost)) / total,
                     "unreached_names": tuple(names[id(e)] for e in lost if id(e) in names),
                     "full_rows": float(torch.stack(one.full_rows).mean())
-                    if one.full_rows
+                    if one.full_rows and any(one.weights[0] is each.weight for each in tables)
                     else None,
                     "largest_share": one.weights[0].numel() / total,
                 }
@@ -175,8 +180,8 @@ class Learning:
             return
         if optimizer not in self._looks:
             every = _all(optimizer)
-            self._new += id(every[0]) in self._first
-            self._first.add(id(every[0]))
+            self._new += every[0] in self._first
+            self._first[every[0]] = True
             every.sort(key=lambda weights: -weights.numel())
             largest = [each for each in every if each.device == every[0].device][:TENSORS]
             self._looks[optimizer] = _Looks([each for each in largest if each.numel()])

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -35,9 +34,7 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 KEPT_STEPS = 50
 """Last steps whose graphs are looked for."""
 MIN_ATTENTION = 32
-"""Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
-WHOLE = (torch.int64, torch.int32, torch.bool)
-"""Types of tokens and masks."""
+"""Fewest tokens from which a softmax over all pairs of them counts."""
 CONTAINERS = (list, deque, dict, set)
 """Of these, a script's variables are looked at."""
 LOSSES_OF_LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss")
@@ -204,33 +201,6 @@ def own_lines(
                 found.add("own", line, total_s / steps)
                 training_s -= total_s / steps * (kind == "compute")
     return found, training_s
-
-
-def padding_of(inputs: Any) -> list[float]:
-    """Return the share of padding columns in the widest integer inputs. [] means there are none.
-
-    In a column of padding, and in all from there to an end of the rows, every row of each of these
-    inputs has that input's one value, so masks and labels only confirm the padding of the tokens.
-    Masks without tokens show nothing. Reading values waits for the device.
-    Shapes: each integer input (B, T), anywhere in a tree of containers.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        return []
-    every = [
-        one
-        for one in tree_leaves(inputs)
-        # operations on other classes of tensors may need all ranks
-        if type(one) is Tensor and one.dim() == 2 and one.numel() and one.dtype in WHOLE
-    ]
-    width, padded = max((one.shape[1] for one in every), default=0), 0
-    widest = [one for one in every if one.shape[1] == width]
-    with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
-        for end in (0, -1):
-            same = [(one == one[0, end]).all(0).tolist() for one in widest]
-            padded += len([*itertools.takewhile(all, [*zip(*same, strict=True)][:: end or 1])])
-        if any(int(one.max()) > 1 for one in widest) and padded < width >= MIN_ATTENTION:
-            return [padded / width]
-    return []
 
 
 class _Mark:

@@ -15,7 +15,7 @@ inputs must be to be the reason, or as long the last third of the steps.
 """
 SIZE = COLUMNS.index("size")
 BUSY = 0.5
-"""Cores of other processes from which the computation of a rank is not judged."""
+"""Cores of other processes from which the computation of a rank is not judged, nor longer steps."""
 OF_PHASES = {
     "data_wait": "Make the data of this rank as fast as that of the others: its disk, its share of "
     "the files, its workers.",
@@ -62,6 +62,7 @@ ROWS = [
         "Steps take longer and longer.",
         lambda e: (
             "size" not in e.grows  # longer inputs take longer
+            and (e.other_busy_cores or 0.0) <= BUSY
             and (grown := e.grows.get("seconds"))
             and grown.last >= MORE * grown.first
             and 1 - grown.first / grown.last

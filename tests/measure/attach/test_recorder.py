@@ -15,7 +15,6 @@ from flatout.measure.attach.recorder import (
     Graphs,
     keeper_of_graphs,
     own_lines,
-    padding_of,
 )
 from flatout.measure.evidence import Evidence
 
@@ -158,50 +157,6 @@ class Trainer:
 )
 def test_an_attribute_that_keeps_graphs_is_named(weights, kind, name):
     assert Trainer(kind).run(weights) == name
-
-
-def padded(lengths, width=64, *, left=False):
-    """Return different tokens of some lengths, padded with 0."""
-    rows = torch.zeros(len(lengths), width, dtype=torch.long)
-    for number, (row, length) in enumerate(zip(rows, lengths, strict=True), 1):
-        row[width - length if left else 0 :][:length] = 100 * number + torch.arange(length)
-    return rows
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_columns_of_padding_are_those_beyond_the_longest_row(left):
-    tokens = padded([5, 16, 9], left=left)
-    assert padding_of(((tokens,), {})) == [0.75]
-    mask, types = (tokens != 0).long(), torch.zeros_like(tokens)
-    given = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types, "labels": mask}
-    assert padding_of(((), given)) == padding_of(((given,), {})) == [0.75]
-    assert padding_of(((tokens, mask.bool()), {})) == [0.75]
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"input_ids": padded([5, 64]), "attention_mask": padded([5, 64]) != 0},
-        {"input_ids": padded([64, 64]), "attention_mask": torch.ones(2, 64, dtype=torch.long)},
-    ],
-)
-def test_batches_that_are_as_wide_as_their_longest_row_have_no_padding(inputs):
-    assert padding_of(inputs) == [0.0]
-
-
-def test_inputs_that_are_no_tokens_say_nothing_about_padding():
-    ones, narrow = torch.ones(2, 64, dtype=torch.long), padded([3, 3], width=8)
-    others = torch.zeros(4, 64), torch.zeros(4, 0, dtype=torch.long), torch.zeros(4, 3, 64)
-    assert padding_of([ones, narrow, *others]) == padding_of([narrow]) == padding_of(others) == []
-    mask = padded([60, 62]) != 0
-    assert padding_of([mask]) == padding_of([mask.long()]) == padding_of([5 * ones]) == []
-
-
-def test_padding_is_not_looked_for_where_tensors_have_no_values():
-    tokens, seen = padded([5, 16, 9]), []
-    torch.vmap(lambda rows: seen.append(padding_of(rows)) or rows)(tokens[None])
-    assert seen == [[]]
-    assert padding_of(tokens.to("meta")) == []
 
 
 @pytest.mark.parametrize(

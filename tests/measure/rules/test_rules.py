@@ -289,6 +289,15 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", {"grown": "steps", "kept_by": "logs"}, "", ""),
         ("cpu", GROWING | {"uneven": True, "grown": "losses"}, "", ""),
         ("cpu", GROWING | {"uneven": True, "grown_by": "tensors"}, "memory-leak sp", "Look for"),
+        (
+            "cpu",
+            {
+                "grows": {"seconds": {"first": 0.05, "last": 0.09, "per_1000": 0.1}},
+                "other_busy_cores": 3.0,
+            },
+            "busy-machine s",
+            "",
+        ),
         ("cpu", {"same_inputs": True, "dataset_rows": 8, "rows": 8}, "", ""),
         ("cpu", {"unreached": 0.4}, "unreached sp 40% of the weights of the optimizer have", ""),
         ("cpu", {"unreached": 0.01}, "", ""),  # the pooler of a pretrained model

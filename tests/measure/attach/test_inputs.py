@@ -1,0 +1,83 @@
+"""What the inputs of forward passes show: padding, and the same rows in every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flatout.measure.attach.inputs import Inputs
+
+
+def padded(lengths, width=64, *, left=False):
+    """Return different tokens of some lengths, padded with 0."""
+    rows = torch.zeros(len(lengths), width, dtype=torch.long)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True), 1):
+        row[width - length if left else 0 :][:length] = 100 * number + torch.arange(length)
+    return rows
+
+
+def padding(*args, **kwargs):
+    inputs = Inputs()
+    inputs.look(args, kwargs, reads=True)
+    return inputs.found()["padding"]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_columns_of_padding_are_those_beyond_the_longest_row(left):
+    tokens = padded([5, 16, 9], left=left)
+    assert padding(tokens) == 0.75
+    mask, types = (tokens != 0).long(), torch.zeros_like(tokens)
+    given = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types, "labels": mask}
+    assert padding(**given) == padding(given) == 0.75
+    assert padding(tokens, mask.bool()) == 0.75
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": padded([5, 64]), "attention_mask": padded([5, 64]) != 0},
+        {"input_ids": padded([64, 64]), "attention_mask": torch.ones(2, 64, dtype=torch.long)},
+    ],
+)
+def test_batches_that_are_as_wide_as_their_longest_row_have_no_padding(inputs):
+    assert padding(inputs) == 0.0
+
+
+def test_inputs_that_are_no_tokens_say_nothing_about_padding():
+    ones, narrow = torch.ones(2, 64, dtype=torch.long), padded([3, 3], width=8)
+    others = torch.zeros(4, 64), torch.zeros(4, 0, dtype=torch.long), torch.zeros(4, 3, 64)
+    assert padding(ones, narrow, *others) is padding(narrow) is padding(*others) is None
+    mask = padded([60, 62]) != 0
+    assert padding(mask) is padding(mask.long()) is padding(5 * ones) is None
+
+
+def test_padding_is_not_looked_for_where_tensors_have_no_values():
+    tokens, seen = padded([5, 16, 9]), []
+    torch.vmap(lambda rows: seen.append(padding(rows)) or rows)(tokens[None])
+    assert seen == [None]
+    assert padding(tokens.to("meta")) is None
+
+
+ROWS = torch.arange(80.0).view(20, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_same"),
+    [
+        (lambda step: (ROWS[:2].clone(), {}), True),
+        (lambda step: ((), {"x": {"rows": ROWS[:2].clone()}}), True),
+        (lambda step: (ROWS[2 * step : 2 * step + 2], {}), False),
+        (lambda step: ((ROWS,), {}), False),  # one tensor: all rows, on purpose
+        (lambda step: (ROWS[: 2 + step % 2].clone(), {}), False),
+        (lambda step: ((), {"step": step}), False),
+    ],
+    ids=["first rows", "in a dict", "in turn", "all rows", "other lengths", "no tensor"],
+)
+def test_the_same_rows_in_other_tensors_are_noticed(batch, is_same):
+    inputs, kept = Inputs(), []
+    for step in range(8):
+        args, kwargs = batch(step)
+        args = args if isinstance(args, tuple) else (args,)
+        kept.append((args, kwargs))
+        inputs.look(args, kwargs, reads=True)
+    assert inputs.found()["same_inputs"] is is_same
