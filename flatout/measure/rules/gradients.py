@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from flatout.measure.rules import row
 
 LEAST_UNREACHED = 0.1
@@ -117,7 +119,11 @@ GRADIENTS = [
     row(
         "unclipped-gradients",
         "Gradients are clipped when there are none.",
-        lambda e: e.site("unclipped") and "spoils",
+        # where the loss is lost, this is the reason
+        lambda e: (
+            e.site("unclipped")
+            and ("spoils" if all(math.isfinite(loss) for _, loss in e.losses or ()) else "fails")
+        ),
         "The gradients that {site} clips are all zero, or not there: those of the step are not "
         "clipped.",
         "Call clip_grad_norm_() between backward() and step().",

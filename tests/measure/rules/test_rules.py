@@ -382,3 +382,9 @@ def test_facts_that_are_missing_are_no_error(healthy, name):
     for field, default in Evidence.model_fields.items():
         if field not in ("source", "step_s"):
             diagnosis_of(full.model_copy(update={field: default.default}))
+
+
+def test_gradients_that_are_not_clipped_come_before_the_loss_that_they_ruin(healthy):
+    facts = {"sites": dict.fromkeys(("unclipped", "not-finite"), (SITE,))}
+    found = diagnosis_of(healthy(**facts, losses=((1, 4.0), (9, math.nan)))).findings
+    assert [one.name for one in found] == ["unclipped-gradients", "unstable-training"]
