@@ -114,14 +114,14 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     names = {one.name for one in every}
 
     def rank(one: Finding) -> tuple[int, bool, float]:
-        """Return a sort key: lines of a script come first, which no busy machine explains.
+        """Return a sort key: what no busy machine explains comes first, such as lines of a script.
 
         A cause whose time is unknown, such as a variable that is set, comes before those that were
         measured beside it.
         """
         share = 1.0 if one.share is None else one.share
-        is_line = evidence.source == "script" and one.site is not None and share >= CLEAR
-        return ORDER.index(one.harm), not is_line, -share
+        is_sure = one.share is None or (one.site is not None and share >= CLEAR)
+        return ORDER.index(one.harm), not (is_sure and evidence.source == "script"), -share
 
     kept = (finding for one, finding in every.items() if not names & {*one.unless.split()})
     findings = tuple(sorted(kept, key=rank))

@@ -388,3 +388,9 @@ def test_gradients_that_are_not_clipped_come_before_the_loss_that_they_ruin(heal
     facts = {"sites": dict.fromkeys(("unclipped", "not-finite"), (SITE,))}
     found = diagnosis_of(healthy(**facts, losses=((1, 4.0), (9, math.nan)))).findings
     assert [one.name for one in found] == ["unclipped-gradients", "unstable-training"]
+
+
+def test_a_cause_without_a_time_or_a_line_comes_before_those_that_were_measured_beside_it(healthy):
+    facts = {"data_wait_s": 0.05, "tracer": "cProfile", "source": "script", "config": None}
+    found = diagnosis_of(healthy(site="data", **facts)).findings
+    assert [one.name for one in found] == ["tracing", "slow-data"]
