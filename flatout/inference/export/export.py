@@ -31,7 +31,6 @@ from flatout.storage.whole import replacing
 from flatout.training.checkpoint.catalog import read_info
 from flatout.training.run_dir.runlog import RunLog
 
-PROJECT = "https://github.com/flatout-train/flatout"
 
 
 def export_run(
@@ -120,7 +119,7 @@ def _model_card(source: Source, written: Written, version: str) -> str:
         [
             f"---\n{dump_yaml(head)}---\n",
             f"# {source.folder.absolute().name}\n",
-            f"A language model trained with [flatout]({PROJECT}) {version}.\n",
+            f"A language model trained with flatout {version}.\n",
             f"{usage}\n",
             *([*(f"- {note}" for note in written.notes), ""] if written.notes else []),
             "| | |\n|---|---|",
