@@ -424,6 +424,8 @@ class Evidence(Stored):
     """Its class."""
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss), including NaN and infinity."""
+    looks_ahead: bool | None = None
+    """Whether outputs for tokens depend on later ones, which the model learns to predict."""
     tracer: str = ""
     """What follows all calls of the script in most steps: a profiler or a debugger."""
     same_inputs: bool = False

@@ -32,7 +32,6 @@ from flatout.training.checkpoint.catalog import read_info
 from flatout.training.run_dir.runlog import RunLog
 
 
-
 def export_run(
     source: Source,
     out: Path,

@@ -54,6 +54,7 @@ class Attachment:
             sites=self._sites,
             is_trial=request.is_trial,
         )
+        self._loop.tries = not request.to_the_end
         if request.screen:
             self._models = Models()
             self._loop.screening = Screening(

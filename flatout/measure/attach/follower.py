@@ -23,10 +23,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from flatout.config.registry import is_user_code
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
+from flatout.measure.attach.causality import looks_ahead
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
@@ -110,6 +112,8 @@ class Follower:
         """None: the loop states all phases of its steps."""
         self.model = model
         """The largest model that is called with gradients, and not by another model."""
+        self.tries = False
+        """Whether the script ends after the measurement, so that its model may be called."""
         self.screening: Screening | None = None
         """What measures changes at the end of the measurement."""
         self.run: FlatoutsRun | None = None
@@ -145,6 +149,8 @@ class Follower:
         self._traced, self._tracer = 0, ""
         """Steps in which a profiler or debugger of the script was on, and what it is."""
         self._has_anomaly_detection = self._in_autocast = False
+        self._looks_ahead: bool | None = None
+        """Whether the model sees the tokens that it predicts. None: this was not tried."""
         self._installed = stack = ExitStack()
         for owner, name, before in (
             (nn.Module, "__call__", self._before_call),
@@ -233,6 +239,7 @@ class Follower:
                     fixed = {"synthetic-data": self.run.fixed_data}
                     self.screening = Screening(lambda: fixed, limit_s=FIXED_DATA_S)
             self.stages.screening = self.screening
+            self.stages.tries = self.tries and self.world_size == 1 and self.run is None
         if self.steps == EARLY_STEP:
             self._early_gradients = gradients_of_all()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
@@ -362,6 +369,8 @@ class Follower:
                     self._note_line("padding")
                 if self._sites is not None and self.steps < SITED_STEPS:
                     self._sites.note_forward(sys._getframe(1))
+                if self.stages is not None:
+                    self._try(self.stages, module, args, kwargs)
             if self.stages is not None:
                 self._set_evaluating(not is_training)
                 if is_training:
@@ -371,6 +380,14 @@ class Follower:
             after()
             raise
         return after
+
+    def _try(self, stages: Stages, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep the inputs of recorded steps, and try once whether the model sees its targets."""
+        if stages.recording is not None:
+            leaves = tree_leaves((args, kwargs))
+            stages.recording.inputs = [one for one in leaves if type(one) is Tensor]
+        elif stages.name == "tried" and self._looks_ahead is None and stages.recorder is not None:
+            self._looks_ahead = looks_ahead(module, args, kwargs, stages.recorder.predicted or 0)
 
     def _is_training(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -582,6 +599,7 @@ class Follower:
             "anomaly_detection": self._has_anomaly_detection,
             "dataset": self._hooks.dataset,
             "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
+            "looks_ahead": self._looks_ahead,
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
         }
         if self._traced > steps / 2:

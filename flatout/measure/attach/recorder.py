@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.config.registry import is_user_code
+from flatout.measure.attach.causality import predicted
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
 from flatout.measure.attach.origin import LINE, Origin
@@ -75,6 +76,10 @@ class CallRecorder(TorchFunctionMode):
         """Nodes that no backward pass has gone through, and the lines that made them."""
         self._made: Any = WeakIdKeyDictionary()
         """Of results without a graph, the lines that made them and their arguments."""
+        self.inputs: list[Tensor] = []
+        """Those of the last pass of the loop's model."""
+        self.predicted: int | None = None
+        """Which of them has the tokens that a loss predicts from those before."""
         self._weights: Any = WeakIdKeyDictionary()
         """Those that were used before, or that an optimizer has."""
         self._steps = 0
@@ -84,6 +89,7 @@ class CallRecorder(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hook.remove()
         self._open.clear()
+        self.inputs.clear()
         if self.found.total("created") < self._steps - 1:
             self.found.counts.pop("created", None)  # once for all that follow
         if self.work is not None:
@@ -167,6 +173,9 @@ class CallRecorder(TorchFunctionMode):
             is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
             if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
                 self.found.add("broadcast", line, seconds)
+        if name == "cross_entropy" and len(two) > 1 and self.predicted is None:
+            with torch._C.DisableTorchFunction():
+                self.predicted = predicted(self.inputs, two[1])
         if name in LOSSES_OF_LOGITS and two and _maker(two[0].grad_fn).startswith(NORMALISED):
             self.found.add("normalised", line, seconds)
         square = result.shape[-2:]

@@ -108,6 +108,16 @@ GRADIENTS = [
         site="padding",
     ),
     row(
+        "seen-targets",
+        "A model that predicts the next token sees it.",
+        lambda e: e.looks_ahead and "spoils",
+        "With other last tokens, the model's outputs before them change: it sees the tokens that "
+        "it learns to predict.",
+        "Mask what comes later: scaled_dot_product_attention(..., is_causal=True), or a mask of "
+        "torch.tril. Pad convolutions over time on the left only.",
+        site="padding",
+    ),
+    row(
         "uncleared-gradients",
         "Gradients are never cleared, so that every update repeats all earlier ones.",
         lambda e: (e.uncleared or 0.0) > 0.9 and "spoils",

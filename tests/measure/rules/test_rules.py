@@ -123,6 +123,7 @@ cpu:
   dense-gradients: {full_rows: 0.01, largest_share: 0.9, optimizer_s: 0.03, site: optimizer}
   new-optimizers: {new_optimizers: 1.0, site: optimizer}
   probabilities-as-logits: {site: normalised}
+  seen-targets: {looks_ahead: true, site: padding}
   same-batch: {same_inputs: true, dataset_rows: 500, rows: 8, site: padding}
   tracing: {tracer: cProfile}
   unreached-weights: {unreached: 0.4, unreached_names: [encoder.weight], site: optimizer}

@@ -1,0 +1,95 @@
+"""A model that sees the tokens which it learns to predict is found by trying it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flatout.measure.attach.causality import looks_ahead, predicted
+from flatout.measure.attach.follower import Follower
+
+TOKENS = torch.randint(1, 50, (4, 17), generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    """A language model of one layer that mixes tokens in a way of its own."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.conv, self.rnn = nn.Conv1d(16, 16, 3), nn.GRU(16, 16, batch_first=True)
+        self.dropout, self.mix = nn.Dropout(0.5), mix
+
+    def forward(self, tokens):
+        return self.head(self.dropout(self.mix(self, self.embed(tokens))))
+
+
+def attention(diagonal):
+    def mix(_, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(diagonal)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    return mix
+
+
+def convolution(*padding):
+    return lambda model, x: model.conv(F.pad(x.mT, padding)).mT
+
+
+MIXES = {
+    "attention": (attention(0), False),
+    "attention that sees one more": (attention(1), True),
+    "convolution": (convolution(2, 0), False),
+    "convolution with padding on both sides": (convolution(1, 1), True),
+    "recurrence": (lambda model, x: model.rnn(x)[0], False),
+    "recurrence from the end": (lambda model, x: model.rnn(x.flip(1))[0].flip(1), True),
+    "rows and tokens in one dimension": (lambda _, x: (x + x.mean(1, True)).flatten(0, 1), True),
+    "noise that differs in each call": (lambda _, x: x + torch.rand(()) * next(NOISE), False),
+    "dropout that is always on": (lambda _, x: F.dropout(x, 0.5), False),
+}
+NOISE = iter(range(1, 1000))
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_model_whose_outputs_depend_on_later_tokens_is_found(name):
+    mix, is_found = MIXES[name]
+    model, state = Model(mix), torch.get_rng_state()
+    model.rnn.eval()
+    assert looks_ahead(model, (TOKENS,), {}, 0) is is_found
+    assert looks_ahead(model, (), {"tokens": TOKENS}, 0) is is_found
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (model.training, model.rnn.training) == (True, False)
+
+
+def test_inputs_whose_next_tokens_are_targets_are_recognised():
+    mask = torch.ones_like(TOKENS)
+    later = TOKENS[:, 1:]
+    ignored = torch.where(TOKENS.roll(-1, 1) < 25, -100, TOKENS.roll(-1, 1))
+    assert predicted([mask, TOKENS], later) == 1
+    assert predicted([TOKENS[:, :-1]], later.flatten()) == 0
+    assert predicted([TOKENS], ignored) == 0
+    assert predicted([TOKENS], TOKENS) is None  # as in masked models
+    assert predicted([TOKENS.float()], later) is None
+    assert predicted([TOKENS], torch.zeros(4, dtype=torch.long)) is None
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_a_loop_is_tried_only_where_nobody_needs_its_results(tries):
+    model, calls = Model(attention(1)), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = Follower("script", at_exit=lambda: None, recorded_steps=0)
+    loop.tries = tries
+    try:
+        for step in range(60):
+            tokens = (TOKENS + step) % 50
+            logits = model(tokens[:, :-1])
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = loop.evidence()
+    finally:
+        loop.close()
+    assert (found.looks_ahead, len(calls)) == ((True, 63) if tries else (None, 60))
