@@ -30,7 +30,7 @@ from flatout.distributed.tensor import Cut, Split, boxes_of, is_shared, local
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
-from flatout.ops.cross_entropy import capped, sharded
+from flatout.ops.cross_entropy import capped, logits_of, sharded
 from flatout.storage.json_io import JsonObject
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
@@ -280,7 +280,7 @@ class LanguageModel(nn.Module, ABC):
         Returns: logits_BTV.
         """
         hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
-        logits_BTV = nn.functional.linear(hidden_BTD, weight_VD)
+        logits_BTV = logits_of(hidden_BTD, weight_VD)
         if self.split is not None:
             logits_BTV = self.split.gathered(logits_BTV, dim=2)
         return capped(logits_BTV, self.config.logit_softcap)
@@ -300,7 +300,7 @@ class LanguageModel(nn.Module, ABC):
         Returns: logits_BV.
         """
         hidden_B1D, weight_VD = self.head(hidden_BTD[:, -1:])
-        return capped(nn.functional.linear(hidden_B1D[:, 0], weight_VD), self.config.logit_softcap)
+        return capped(logits_of(hidden_B1D[:, 0], weight_VD), self.config.logit_softcap)
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
         """Return a decoder of at most `max_tokens` tokens. None means the limit of the model.

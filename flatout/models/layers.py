@@ -139,9 +139,9 @@ class LayerNorm(nn.Module):
         """
         weight, bias = at_least_fp32(local(self.weight)), local(self.bias)
         bias = None if bias is None else at_least_fp32(bias)
-        return functional.layer_norm(
-            at_least_fp32(hidden), weight.shape, weight, bias, self.eps
-        ).to(hidden.dtype)
+        is_mixed = hidden.is_cpu and not torch.is_autocast_enabled("cpu")  # torch's kernel converts
+        wide = hidden if is_mixed else at_least_fp32(hidden)
+        return functional.layer_norm(wide, weight.shape, weight, bias, self.eps).to(hidden.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -249,14 +249,6 @@ class ResidualBlock(nn.Module):
         sum_BTD = hidden_BTD + dropped(mixed_BTD, self.dropout, self.training)
         mlp_BTD = self.mlp(self.mlp_norm(hidden_BTD if self.is_parallel else sum_BTD))
         return sum_BTD + dropped(mlp_BTD, self.dropout, self.training)
-
-
-def unchanged(hidden: Tensor) -> Tensor:
-    """Return the hidden states: the activation of a layer whose result the next matmul rounds.
-
-    Shapes:  hidden (...).
-    """
-    return hidden
 
 
 def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:

@@ -86,6 +86,7 @@ class LoraLinear(Linear):
         if not self.adapters:
             return self.ops.linear(hidden, weight, self.bias, activation=self.activation)
         product = self.ops.linear(hidden, weight, self.bias)
+        dtype = product.dtype
         # The adapters are stacked, so that two matmuls are enough for all of them.
         narrow: list[Tensor] = []
         widen: list[Tensor] = []
@@ -104,7 +105,7 @@ class LoraLinear(Linear):
         hidden = dropped(hidden, self.dropout, self.training)
         narrowed = self.scale * functional.linear(hidden, narrow_RI)
         whole = torch.addmm(product.flatten(0, -2), narrowed.flatten(0, -2), widen_OR.t())
-        product = whole.view(product.shape)
+        product = whole.view(product.shape).to(dtype)
         return product if self.activation is None else self.activation(product)
 
 

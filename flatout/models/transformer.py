@@ -23,6 +23,7 @@ from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
+from flatout.ops.linear import narrowed
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": functional.silu, "geglu": layers.gelu}
 """Activations of the gate in a gated MLP."""
@@ -274,9 +275,7 @@ class Attention(nn.Module):
         self.window = config.window_of(layer)
         self.ops = ops
         stacked = (config.num_heads + 2 * config.kv_heads) * size
-        self.qkv = layers.Linear(
-            width, stacked, bias=config.has_qkv_bias, ops=ops, activation=layers.unchanged
-        )
+        self.qkv = layers.Linear(width, stacked, bias=config.has_qkv_bias, ops=ops)
         self.output = layers.Linear(config.num_heads * size, width, bias=config.bias, ops=ops)
         self.rms_norm_eps = eps
         self.query_norm = layers.RMSNorm(size, eps=eps) if config.qk_norm else None
@@ -444,6 +443,15 @@ class Transformer(EmbeddingModel):
             return config.model_copy(update={"max_seq_len": seq_len})
         layers.check_positions(config.max_seq_len, seq_len)
         return config
+
+    def embed(self, tokens_BT: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """Return `EmbeddingModel.embed` in the dtype of the matmuls' results if that is bfloat16.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: hidden_BTD.
+        Raises:  ShapeError when there is no position for a token.
+        """
+        return narrowed(super().embed(tokens_BT, spans), self.ops.linear)
 
     def tensor_cuts(self) -> dict[str, Cut]:
         """Return how ranks share each matrix: by heads, and by columns inside the MLP."""

@@ -65,8 +65,17 @@ def reference(
              arXiv:2204.02311, section 5.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    logits_BTV = capped(at_least_fp32(functional.linear(hidden_BTD, weight_VD)), softcap)
+    logits_BTV = capped(at_least_fp32(logits_of(hidden_BTD, weight_VD)), softcap)
     return _summed_losses(logits_BTV, targets_BT, z_loss)[0], valid_BT.sum()
+
+
+def logits_of(hidden: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return the hidden states, widened to the dtype of the output weight, times that weight.
+
+    Shapes:  hidden (..., D); weight_VD (V, D).
+    Returns: (..., V).
+    """
+    return functional.linear(hidden.to(weight_VD.dtype), weight_VD)
 
 
 def _summed_losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -149,7 +158,7 @@ def _in_bf16(
     most: int | None = None,
 ) -> Tensor:
     if not linear.bf16_fits(hidden_BTD, weight_VD):
-        return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT, *others)
+        return _summed(logits_of(hidden_BTD, weight_VD), targets_BT, *others)
     given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
     has_gradients = torch.is_grad_enabled() and (
         hidden_BTD.requires_grad or weight_VD.requires_grad
@@ -157,7 +166,7 @@ def _in_bf16(
     return _OverRows.apply(*given, has_gradients, most)  # type: ignore[no-any-return, no-untyped-call]
 
 
-fused = _variant(_with_all_logits(functional.linear))
+fused = _variant(_with_all_logits(logits_of))
 """`reference` through torch's cross_entropy, which gathers and sums in one pass over the logits."""
 onednn = _variant(_with_all_logits(linear.onednn))
 """`fused` with the matmuls of `flatout.ops.linear.onednn`, for fp32 on a CPU."""

@@ -39,10 +39,9 @@ def reference(
 
 
 def with_matmul(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the variant of `reference` with the matmul (hidden, weight_OI, bias_O, stays_narrow).
+    """Return the variant of `reference` with the matmul (hidden, weight_OI, bias_O).
 
-    The matmul adds the bias. It may return its result in a narrower dtype if `stays_narrow`: an
-    activation follows, and then the next matmul.
+    The matmul adds the bias.
     """
 
     def linear(
@@ -52,26 +51,24 @@ def with_matmul(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
         *,
         activation: Activation | None = None,
     ) -> Tensor:
-        product = matmul(hidden, weight_OI, bias_O, activation is not None and bias_O is None)
+        product = matmul(hidden, weight_OI, bias_O)
         return product if activation is None else activation(product)
 
     return linear
 
 
-def _by_onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, _narrow: bool) -> Tensor:
+def _by_onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     if not onednn_fits(hidden, weight_OI):
         return functional.linear(hidden, weight_OI, bias_O)
-    return _multiplied(onednn_product, hidden, weight_OI, bias_O, torch.float32, torch.float32)
+    return _multiplied(onednn_product, hidden, weight_OI, bias_O, torch.float32)
 
 
-def _in_bf16(
-    hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, stays_narrow: bool
-) -> Tensor:
-    if not bf16_fits(hidden, weight_OI):
-        widened = hidden.dtype == torch.bfloat16 and weight_OI.dtype == torch.float32
-        return functional.linear(hidden.float() if widened else hidden, weight_OI, bias_O)
-    result = torch.bfloat16 if stays_narrow else torch.float32
-    return _multiplied(functional.linear, hidden, weight_OI, bias_O, torch.bfloat16, result)
+def _in_bf16(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    if bf16_fits(hidden, weight_OI):
+        return _multiplied(functional.linear, hidden, weight_OI, bias_O, torch.bfloat16)
+    if hidden.dtype == torch.bfloat16 and weight_OI.dtype == torch.float32:
+        return functional.linear(hidden.float(), weight_OI, bias_O).bfloat16()
+    return functional.linear(hidden, weight_OI, bias_O)
 
 
 onednn = with_matmul(_by_onednn)
@@ -84,12 +81,20 @@ differs, so results are equal up to rounding.
 bf16 = with_matmul(_in_bf16)
 """`reference` with fp32 factors rounded to bfloat16, for CPUs with bf16 matmuls.
 
-Factors and results are rounded, sums are not, forward and backward. Unlike with autocast, only the
-matmuls are narrow: everything else stays fp32, which CPUs handle well. An activated result without
-a bias stays in bfloat16 for the next matmul, which would round it anyway. So does its gradient.
-`reference` handles factors of other dtypes and few rows. It runs at twice the rate, and keeps both
-factors in two bytes.
+Factors and results are rounded, sums inside a matmul are not, forward and backward. Results and
+their gradients are bfloat16. `reference` handles factors of other dtypes and few rows, and returns
+the dtype of the hidden states. It runs at twice the rate, and keeps both factors in two bytes.
 """
+
+
+def narrowed(hidden: Tensor, linear: Callable[..., Tensor]) -> Tensor:
+    """Return fp32 hidden states in bfloat16 if `linear` returns that, and others unchanged.
+
+    Then all that reads and adds to them moves half the bytes.
+
+    Shapes:  any.
+    """
+    return hidden.bfloat16() if linear is bf16 and hidden.dtype == torch.float32 else hidden
 
 
 def bf16_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
@@ -148,18 +153,17 @@ def _multiplied(
     hidden: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    factors: torch.dtype,
-    result: torch.dtype,
+    dtype: torch.dtype,
 ) -> Tensor:
-    product_NO: Tensor = _Matmul.apply(matmul, hidden.flatten(0, -2), weight_OI, factors, result)  # type: ignore[no-untyped-call]
+    product_NO: Tensor = _Matmul.apply(matmul, hidden.flatten(0, -2), weight_OI, dtype)  # type: ignore[no-untyped-call]
     product = product_NO.view(*hidden.shape[:-1], weight_OI.shape[0])
-    return product if bias_O is None else product + bias_O
+    return product if bias_O is None else product + bias_O.to(dtype)
 
 
 class _Matmul(torch.autograd.Function):
     """A matmul of left and transposed right, for the result and both its gradients.
 
-    Each factor is rounded once, to the dtype `factors`.
+    Each factor is rounded once, to `dtype`, which the result has too.
     """
 
     @staticmethod
@@ -168,22 +172,16 @@ class _Matmul(torch.autograd.Function):
         matmul: Callable[[Tensor, Tensor], Tensor],
         hidden_NI: Tensor,
         weight_OI: Tensor,
-        factors: torch.dtype,
-        result: torch.dtype,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Return the product in the dtype `result`. The rounded factors are kept for backward."""
+        """Return the product. The rounded factors are kept for backward."""
         ctx.matmul, ctx.hidden_dtype = matmul, hidden_NI.dtype
-        hidden_NI, weight_OI = hidden_NI.to(factors), weight_OI.to(factors)
+        hidden_NI, weight_OI = hidden_NI.to(dtype), weight_OI.to(dtype)
         ctx.save_for_backward(hidden_NI, weight_OI)
-        product_NO = matmul(hidden_NI, weight_OI)
-        # A conversion to the same dtype would return an alias of the product, which torch 2.11
-        # compiles without a gradient.
-        return product_NO if product_NO.dtype == result else product_NO.to(result)
+        return matmul(hidden_NI, weight_OI)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_NO: Tensor
-    ) -> tuple[None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
         """Return the gradients of both factors, each in its factor's dtype."""
         hidden_NI, weight_OI = ctx.saved_tensors
         grad_NO = grad_NO.to(hidden_NI.dtype)
@@ -196,4 +194,4 @@ class _Matmul(torch.autograd.Function):
                 grad_weight_OI = onednn_product(hidden_NI.t(), grad_NO.t()).t()
             else:
                 grad_weight_OI = ctx.matmul(grad_NO.t(), hidden_NI.t()).float()
-        return None, grad_hidden_NI, grad_weight_OI, None, None
+        return None, grad_hidden_NI, grad_weight_OI, None

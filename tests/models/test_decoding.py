@@ -11,6 +11,7 @@ from flatout.errors import ShapeError
 from flatout.models.language_model import LanguageModel, RecomputingDecoder
 from flatout.models.transformer import CachingDecoder, KeyValueCache
 from flatout.ops import Ops, attention, cross_entropy
+from flatout.ops.linear import bf16
 
 PLAIN = Ops.plain()
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
@@ -97,6 +98,21 @@ def test_the_logits_after_each_piece_match_a_full_pass(shape, ops, cut, poisoned
         assert_close_to(actual, expected[:, decoder.num_tokens - 1])
         assert not actual.requires_grad
     assert decoder.num_tokens == SEQ_LEN
+
+
+@every_model
+@pytest.mark.parametrize("cut", CUTS[2:4], ids=str)
+def test_bf16_matmuls_are_close_whether_a_piece_has_few_rows_or_many(shape, cut):
+    narrow = Ops.plain(attention=attention.bf16, cross_entropy=cross_entropy.bf16, linear=bf16)
+    model, tokens = make_model(shape, narrow), random_tokens(rows=1)
+    expected, decoder = model.logits(tokens).detach(), model.decoder()
+    plain = make_model(shape).logits(tokens).detach()
+    torch.testing.assert_close(expected, plain, rtol=0.1, atol=0.1)
+    for piece in tokens.split(cut, dim=1):
+        actual = decoder.read(piece)
+        assert actual.dtype == torch.float32
+        at = decoder.num_tokens - 1
+        torch.testing.assert_close(actual, expected[:, at], rtol=0.1, atol=0.1)
 
 
 @every_model

@@ -73,8 +73,26 @@ def test_a_narrow_activation_between_two_products_changes_no_result(name, activa
         tensors = [torch.randn(*size, generator=generator) for size in sizes]
         results.append(results_of(two_products, tensors))
     for one, other in zip(*results, strict=True):
-        assert one.dtype == torch.float32
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [2, 33])
+def test_results_of_bf16_matmuls_stay_in_bfloat16(rows, bias):
+    """Those of few rows of fp32 are computed in fp32."""
+    weights = torch.randn(7, 16), torch.randn(7) if bias else None
+    hidden = torch.randn(rows, 16)
+    assert linear.bf16(hidden, *weights).dtype == (torch.float32 if rows == 2 else torch.bfloat16)
+    assert linear.bf16(hidden.bfloat16(), *weights).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hidden_states_are_narrowed_where_matmuls_return_bfloat16(name):
+    hidden, function = torch.randn(5, 4), VARIANTS[name]
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        is_narrow = name == "bf16" and dtype == torch.float32
+        expected = torch.bfloat16 if is_narrow else dtype
+        assert linear.narrowed(hidden.to(dtype), function).dtype == expected
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -35,7 +35,7 @@ NATIVE_GEMMS, EMULATED_GEMMS = (
 )
 
 
-def _matmul(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, _narrow: bool) -> Tensor:
+def _matmul(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     dtype = product_dtype(hidden, weight_OI)
     sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
     fits = all(size and size % MULTIPLE == 0 for size in sizes)
