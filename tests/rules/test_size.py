@@ -13,7 +13,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 93_599,
-    "data": 57_640,
+    "data": 58_240,
     "training": 54_670,
     "cli": 24_210,
     "models": 22_445,

@@ -125,7 +125,7 @@ def prepare_dataset(
                 work.clear()
             elif part is not None:
                 with engine(request, workers) as crew:
-                    plan, packing = plan_work(work, request)
+                    plan, packing = plan_work(work, request, crew.load)
                     own = [item for item in plan.items if part.has(item.number)]
                     records = _pack(work, plan, packing, own, crew, request)
                 left = len(plan.items) - len(work.done())
@@ -168,7 +168,7 @@ def default_workers(tasks: Sequence[ReadTask]) -> int:
 
 def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
     """Pack the remaining ranges, and publish all. Discard the work if a split is empty."""
-    plan, packing = plan_work(work, request)
+    plan, packing = plan_work(work, request, crew.load)
     records = _pack(work, plan, packing, plan.items, crew, request)
     skipped: list[SkippedRows] = []
     for record in records:

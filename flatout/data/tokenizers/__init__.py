@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from flatout.config.registry import nearest
@@ -17,7 +19,7 @@ from flatout.config.words import name_for
 from flatout.data.conversation.templates import CONFIG_FILE, config_in, tokens_in
 from flatout.data.sources.listing import missing
 from flatout.data.tokenizers import make
-from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
+from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, cached, choose_engine
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.data.tokenizers.make import END_OF_TEXT as END_OF_TEXT
 from flatout.data.tokenizers.make import BoundedSample, Sample
@@ -31,7 +33,7 @@ from flatout.data.tokenizers.tokenizer import (
 )
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import expanded
+from flatout.storage.files import expanded, write_whole
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise
 
@@ -69,12 +71,13 @@ def make_tokenizer(
     pattern: str | None = None,
     end_of_text: str | None = None,
     progress: Progress = SILENT,
+    announce: Callable[[Tokenizer], object] = lambda _: None,
 ) -> Tokenizer:
     """Return the tokenizer that `spec` names, with the fastest engine that gives its ids.
 
     `spec` is char, byte, train:N, a file, a directory, or a repository of the Hugging Face hub,
     `ORG/NAME` or `ORG/NAME@REVISION`. `train_on` returns the text for train:N, by default
-    `sample`.
+    `sample`. `announce` is as in `choose_engine`.
 
     Raises: DataError for any other name, a file that cannot be used, or an empty sample;
             MissingPackage.
@@ -88,7 +91,7 @@ def make_tokenizer(
         tokenizer = existing_tokenizer(spec, pattern, end_of_text, progress=progress)
     # twice as much, since the sample may include parts without text
     texts = sample(2 * WORTHWHILE_CHARACTERS) if tokenizer.engine == "tokenizers" else ()
-    return choose_engine(tokenizer, texts, progress)
+    return choose_engine(tokenizer, texts, progress, announce)
 
 
 def form_of(spec: str) -> str | None:
@@ -226,13 +229,29 @@ def load_tokenizer(
         )
     data = read_tokenizer(path)
     if path.suffix == ".tiktoken":
-        return make.from_tiktoken(data, name or str(path), pattern)
+        return _converted(data, name or str(path), pattern)
     beside = [path.with_name(each) for each in _BESIDE]
     named = tokens_in(config_in(beside[1])) | tokens_in(config_in(beside[0]))
     stated = None if end_of_text else next(filter(None, map(_stated_in, beside)), None)
     return parse_tokenizer(
         data, name or str(path), end_of_text=end_of_text, named=named, stated=stated
     )
+
+
+def _converted(data: bytes, name: str, pattern: str | None) -> Tokenizer:
+    """Return the tokenizer of a .tiktoken file. It is converted once, because that takes a second.
+
+    Raises: DataError as `make.from_tiktoken`.
+    """
+    digest, versions = hashlib.sha256(data).hexdigest(), map(version, ("flatout", "tokenizers"))
+    kept = cached("json", digest, repr(pattern), *versions)
+    with suppress(OSError):
+        return Tokenizer(kept.read_bytes(), END_OF_TEXT)
+    tokenizer = make.from_tiktoken(data, name, pattern)
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, tokenizer.content.decode())
+    return tokenizer
 
 
 def _stated_in(path: Path) -> tuple[str, str, str | int] | None:

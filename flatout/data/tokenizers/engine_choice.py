@@ -1,21 +1,25 @@
 """Chooses gigatoken to encode a corpus where it gives the ids of `tokenizers`, much faster.
 
 The tests prove that it does where the pattern of a tokenizer is a known one. Both are compared
-again on the vocabulary and on text of the corpus. An engine that is missing, fails or differs is
-skipped with a message. It is never an error.
+again on the vocabulary, once per tokenizer and versions, and on text of the corpus. An engine that
+is missing, fails or differs is skipped with a message. It is never an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
 from flatout.data.tokenizers.tokenizer import Tokenizer
 from flatout.errors import FlatoutError
 from flatout.progress import Progress
+from flatout.storage.cache import default_cache
 
 WORTHWHILE_CHARACTERS = 4_000_000
 """With less text, encoding takes less time than finding a faster engine."""
@@ -27,11 +31,16 @@ PIECES = 4000
 SHOWN_CHARACTERS = 20
 
 
-def choose_engine(tokenizer: Tokenizer, sample: Iterable[str], progress: Progress) -> Tokenizer:
+def choose_engine(
+    tokenizer: Tokenizer,
+    sample: Iterable[str],
+    progress: Progress,
+    announce: Callable[[Tokenizer], object] = lambda _: None,
+) -> Tokenizer:
     """Return the tokenizer with the fastest engine that gives its ids, and report the choice.
 
     `sample` yields text of the corpus. With less than WORTHWHILE_CHARACTERS of it, the tokenizer is
-    returned unchanged.
+    returned unchanged. `announce` is told of the likely choice before engines are compared.
     """
     texts = _spread(sample) if tokenizer.engine == "tokenizers" else []
     if not texts:
@@ -42,12 +51,19 @@ def choose_engine(tokenizer: Tokenizer, sample: Iterable[str], progress: Progres
     )
     if tokenizer.layout is not None:
         fast = tokenizer.with_engine("gigatoken")
+        announce(fast)
+        versions = (metadata.version("gigatoken"), metadata.version("tokenizers"))
+        compared = cached("compared", tokenizer.digest(), *versions)
         try:
             fast.encode_piece("", 0)
-            reason = difference(fast, tokenizer, chain(vocabulary_texts(tokenizer), texts))
+            own = () if compared.exists() else vocabulary_texts(tokenizer)
+            reason = difference(fast, tokenizer, chain(own, texts))
         except FlatoutError as error:
             reason = error.what.rstrip(".")
         if not reason:
+            with suppress(OSError):
+                compared.parent.mkdir(parents=True, exist_ok=True)
+                compared.touch()
             size = sum(len(text.encode()) for text in texts) / 1e6
             progress.say(
                 f"Encodes with gigatoken {metadata.version('gigatoken')} (same ids as tokenizers "
@@ -56,6 +72,12 @@ def choose_engine(tokenizer: Tokenizer, sample: Iterable[str], progress: Progres
             return fast
     progress.say(f"Encodes with tokenizers {metadata.version('tokenizers')}: {reason}.")
     return tokenizer
+
+
+def cached(kind: str, *stated: str) -> Path:
+    """Return the path in the user's cache of what is made of a tokenizer, by all it depends on."""
+    digest = hashlib.sha256("\n".join(stated).encode()).hexdigest()
+    return default_cache().expanduser() / "tokenizers" / f"{digest[:32]}.{kind}"
 
 
 def _spread(sample: Iterable[str]) -> list[str]:

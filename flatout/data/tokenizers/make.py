@@ -188,14 +188,8 @@ def from_tiktoken(content: bytes, name: str, pattern: str | None = None) -> Toke
         split = pattern.replace(r"\s++$", r"\s++\z").replace(r"\p{N}{1,3}+", r"(?>\p{N}{1,3})")
         split = _SPELLED.get(pattern, split)
     vocabulary = _spelled(ranks)
-    spelling = dict(zip(ranks, vocabulary, strict=True))
-    merges = [
-        [spelling[left], spelling[right]]
-        for piece in sorted(ranks, key=ranks.__getitem__)
-        for left, right in _pairs(piece, ranks)
-    ]
     try:
-        return _made(vocabulary, merges, eot_id, split_by(split))
+        return _made(vocabulary, _merges(vocabulary), eot_id, split_by(split))
     except BaseException as error:
         is_failure = isinstance(error, Exception) or is_panic(error)
         if isinstance(error, DataError) or not is_failure:
@@ -206,11 +200,19 @@ def from_tiktoken(content: bytes, name: str, pattern: str | None = None) -> Toke
         ) from error
 
 
-def _pairs(piece: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pairs of pieces that make up a piece, lowest ids first."""
-    pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-    known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-    return sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+def _merges(vocabulary: Mapping[str, int]) -> list[list[str]]:
+    """Return the pairs of pieces that make up a piece, by its id, lowest ids first."""
+    merges: list[list[str]] = []
+    for piece in sorted(vocabulary, key=vocabulary.__getitem__):
+        pairs = [
+            [left, right]
+            for cut in range(1, len(piece))
+            if (left := piece[:cut]) in vocabulary and (right := piece[cut:]) in vocabulary
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += pairs
+    return merges
 
 
 def _ranks(content: bytes, name: str) -> dict[bytes, int]:

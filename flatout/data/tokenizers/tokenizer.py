@@ -6,9 +6,9 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,8 +125,8 @@ class Tokenizer:
         self.name = self._table.name if self._table else f"{model}-{self.vocab_size}"
         """What it is called in messages and manifests."""
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[object, ...]]:
-        return Tokenizer, (self.content, self.end_of_text, self.named, self.engine)
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
+        return _unpickled, (self.content, self.end_of_text, (*self.named.items(),), self.engine)
 
     def with_engine(self, engine: str) -> Tokenizer:
         """Return this tokenizer with a different engine."""
@@ -403,6 +403,14 @@ class Tokenizer:
                 f"The tokenizer {self.name!r} fails: {reason}.",
                 fix=f"Use a different tokenizer, or {SKIP_DOCUMENTS}",
             ) from error
+
+
+@lru_cache(maxsize=1)
+def _unpickled(
+    content: bytes, end_of_text: str, named: tuple[tuple[str, str], ...], engine: str
+) -> Tokenizer:
+    """Return a tokenizer. One that a process has received before is loaded already."""
+    return Tokenizer(content, end_of_text, dict(named), engine)
 
 
 def vocabulary_of(definition: JsonObject, name: str = "The tokenizer") -> dict[str, int]:

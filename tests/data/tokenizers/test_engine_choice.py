@@ -102,6 +102,30 @@ def test_a_missing_wrong_or_failing_engine_is_skipped_with_a_line(
     assert reason in line
 
 
+def test_the_vocabulary_is_compared_once_and_text_of_the_corpus_always(
+    listener, monkeypatch, tmp_path
+):
+    announced, compared = [], []
+    vocabulary = engine_choice.vocabulary_texts
+    monkeypatch.setattr(
+        engine_choice, "vocabulary_texts", lambda one: compared.append(1) or vocabulary(one)
+    )
+    for cache, times in (("one", 1), ("one", 1), ("two", 2)):
+        monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / cache))
+        chosen = choose_engine(tokenizer_of("gpt2"), TEXTS, listener, announced.append)
+        assert (chosen.engine, announced[-1].engine) == ("gigatoken", "gigatoken")
+        assert len(compared) == times
+    replaced(lambda ids: np.append(ids, ids[:1]))(monkeypatch)
+    assert choose_engine(tokenizer_of("gpt2"), TEXTS, listener).engine == "tokenizers"
+    assert len(compared) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(listener, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "file" / "below"))
+    assert choose_engine(tokenizer_of("gpt2"), TEXTS, listener).engine == "gigatoken"
+
+
 def test_an_unknown_pattern_is_encoded_by_tokenizers_which_one_line_says(listener):
     assert choose_engine(tokenizer_of("tiktoken own"), TEXTS, listener).engine == "tokenizers"
     assert ["four to five times as long" in line for line in listener.said] == [True]

@@ -107,6 +107,24 @@ def test_a_tiktoken_file_has_the_ids_of_its_lines(tmp_path):
     assert load_tokenizer(path, pattern=GPT2).encode("in the") == [259, 261]
 
 
+def test_a_tiktoken_file_is_converted_once_for_each_pattern(tmp_path, monkeypatch):
+    path, made = tmp_path / "mine.tiktoken", []
+    path.write_bytes(tiktoken_file([*BYTES, b"th", b"the"]))
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    convert = make.from_tiktoken
+    monkeypatch.setattr(make, "from_tiktoken", lambda *given: made.append(given) or convert(*given))
+    first, again, other = (
+        load_tokenizer(path, pattern=each) for each in (r"\S+|\s+",) * 2 + (GPT2,)
+    )
+    assert len(made) == 2
+    assert first.digest() == again.digest() != other.digest()
+    assert again.encode("the thing") == first.encode("the thing") == [257, 32, 256, 105, 110, 103]
+    path.write_bytes(tiktoken_file([*BYTES, b"in"]))
+    assert load_tokenizer(path, pattern=GPT2).encode("in") == [256]
+    with pytest.raises(DataError, match="--pattern"):
+        load_tokenizer(path)
+
+
 def test_a_published_tiktoken_file_needs_no_pattern_and_may_have_gaps(monkeypatch):
     content = tiktoken_file(pieces())
     monkeypatch.setitem(KNOWN_FILES, hashlib.sha256(content).hexdigest(), (GPT2, 1000))

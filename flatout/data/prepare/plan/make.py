@@ -57,8 +57,12 @@ Reading = Callable[[ReadTask], Iterator[str]]
 """Yields the texts of a task that are packed: `texts_of` or `prompts_and_texts_of`."""
 
 
-def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
+def plan_work(
+    work: WorkDir, request: Request, announce: Callable[[Tokenizer], object]
+) -> tuple[WorkPlan, Packing]:
     """Return the stored work plan, or make and store one, and how to pack it.
+
+    `announce` is told of the likely tokenizer, before it is checked.
 
     Raises: DataError when the stored plan is for a different dataset, naming the difference, or
             when no plan can be made.
@@ -70,7 +74,7 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
         work.failed.unlink()
     if plan is None:
         own = make_plan(request.corpus, request.options, request.progress)
-        tokenizer = _tokenizer(request.options.tokenizer, own, request)
+        tokenizer = _tokenizer(request.options.tokenizer, own, request, announce)
         made_for = {"source": request.source, "tokenizer": tokenizer.digest()}
         own = own.model_copy(update=made_for)
         plan = work.begin(own, tokenizer)
@@ -78,7 +82,7 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
             return own, Packing(tokenizer, request.options, work.path)
     check_same(work, plan, request)
     plan = plan.restore(request.corpus.all_read_tasks)
-    tokenizer = _tokenizer(str(work.tokenizer), plan, request)
+    tokenizer = _tokenizer(str(work.tokenizer), plan, request, announce)
     if tokenizer.digest() != plan.tokenizer:
         raise DataError(
             f"{work.tokenizer} is not the tokenizer that this work started with.",
@@ -124,7 +128,9 @@ def change_of(work: WorkDir, stored: WorkPlan, request: Request) -> DataError | 
     return None
 
 
-def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
+def _tokenizer(
+    spec: str, plan: WorkPlan, request: Request, announce: Callable[[Tokenizer], object]
+) -> Tokenizer:
     in_parts = request.options.mask_field or request.options.chat
     read = prompts_and_texts_of if in_parts else texts_of
     tasks = plan.read_tasks
@@ -144,6 +150,7 @@ def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
         pattern=request.options.pattern,
         end_of_text=request.options.end_of_text,
         progress=request.progress,
+        announce=announce,
     )
 
 

@@ -30,6 +30,7 @@ from typing import Protocol, Self, TypeVar
 from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
 from flatout.data.prepare.pack.work_items import WorkItem
+from flatout.data.tokenizers import Tokenizer
 from flatout.errors import FlatoutError, RunFailed
 
 T = TypeVar("T")
@@ -43,6 +44,9 @@ class WorkerFailed(RunFailed):
 
 class Workers(Protocol):
     """Packs ranges, on this machine or elsewhere."""
+
+    def load(self, tokenizer: Tokenizer) -> None:
+        """Let workers load the tokenizer that `pack` is likely to name."""
 
     def pack(
         self, items: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
@@ -174,6 +178,7 @@ class LocalWorkers:
 
     def __init__(self, count: int) -> None:
         self._workers = _Worker.start(count) if count > 1 else []
+        self._loading: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -181,10 +186,24 @@ class LocalWorkers:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def load(self, tokenizer: Tokenizer) -> None:
+        """Send the tokenizer to the parent of the workers, which loads it before it forks them."""
+        if self._workers and self._loading is None:
+
+            def send() -> None:
+                with suppress(RunFailed):  # `pack` fails, too
+                    self._workers[0].send(tokenizer)
+
+            self._loading = threading.Thread(target=send)  # it waits until that process reads
+            self._loading.start()
+
     def stop(self) -> None:
         """End the processes."""
         for worker in self._workers:
             worker.kill()
+        if self._loading is not None:
+            self._loading.join()  # nobody reads what it sends any more
+        for worker in self._workers:
             worker.connection.close()
             worker.process.wait()
         self._workers = []
@@ -201,6 +220,9 @@ class LocalWorkers:
             for item in items:
                 yield pack_range(item, packing, report)()
             return
+        self.load(packing.tokenizer)
+        assert self._loading is not None
+        self._loading.join()
         for worker in self._workers:
             worker.send(packing)
         yield from in_order(items, self._submit, lambda: self._collect(report))
@@ -233,10 +255,14 @@ class LocalWorkers:
 
 
 def serve(descriptors: Sequence[int]) -> None:
-    """Fork a worker for each socket, leave their process group, and wait for them.
+    """Load a tokenizer, fork a worker per socket, leave their process group, and wait for them.
 
     A small process waits, so that the memory of this one is free.
     """
+    with suppress(EOFError, OSError), Connection(os.dup(descriptors[0])) as first:
+        tokenizer: Tokenizer = first.recv()
+        if tokenizer.engine == "gigatoken":  # which starts no threads, which a fork would lose
+            attempt(partial(tokenizer.encode_piece, "", 0))
     gc.freeze()
     for descriptor in descriptors:
         if os.fork() == 0:

@@ -34,6 +34,7 @@ from flatout.data.prepare.workers.local import (
     attempt,
     in_order,
 )
+from flatout.data.tokenizers import Tokenizer
 from flatout.errors import FlatoutError, MissingPackage, RunFailed
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import PART, Unfinished
@@ -74,6 +75,9 @@ class RayWorkers:
         self._context = contextlib.ExitStack()
         self._cluster = (0, 0)
         self._counted_at = 0.0
+
+    def load(self, tokenizer: Tokenizer) -> None:
+        """Do nothing: each node loads it with the ranges."""
 
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():

@@ -96,6 +96,25 @@ def test_any_number_of_workers_writes_the_same_files(source, packing):
     assert content(work, packing, 5) == alone
 
 
+@pytest.mark.parametrize("loaded", ["the same", "a different one"])
+def test_workers_that_have_loaded_a_tokenizer_write_the_same_files(source, packing, loaded):
+    work = work_items(*[(source.numbered, index * 10, 4) for index in range(5)])
+    alone = content(work, packing, 1)
+    other = make_tokenizer("char", lambda limit: ["document 0123456789 "])
+    with LocalWorkers(2) as crew:
+        crew.load(packing.tokenizer if loaded == "the same" else other)
+        list(crew.pack(work, packing))
+    assert {path.name: path.read_bytes() for path in files_of(packing)} == alone
+
+
+def test_workers_end_that_have_only_loaded_a_tokenizer(packing):
+    large = make_tokenizer("ids:100000", lambda limit: ())  # more than a socket takes at once
+    with LocalWorkers(2) as crew:
+        crew.load(large)
+        process = crew._workers[0].process
+    assert process.returncode is not None
+
+
 def test_the_first_bad_row_in_range_order_is_raised(source, packing):
     work = work_items((source.bad, "late", 0.3), (source.bad, "early", 0.0))
     for count in (1, 2):
