@@ -74,6 +74,21 @@ FFT_SCAN = Speedup(
 )
 
 
+def _keep_fp32(parts: Parts) -> None:
+    def widen(model: Any) -> None:
+        model.embed = super(Transformer, model).embed
+
+    parts.activations = widen
+
+
+FP32_STATES = Speedup(
+    name="fp32-states",
+    apply=_keep_fp32,
+    saves="nothing: a baseline whose hidden states stay in fp32 beside matmuls in bf16",
+    tolerance=Tolerance.rounding(rtol=2e-2),
+)
+
+
 def main(words: Sequence[str]) -> None:
     """Run one step and print its results."""
     does = {"environment": environment, "tests": tests, "data": data}

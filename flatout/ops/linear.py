@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flatout.ops import product_dtype
+
 Activation = Callable[[Tensor], Tensor]
 """An elementwise function, such as GELU."""
 FEWEST_ROWS = 8
@@ -90,11 +92,12 @@ the dtype of the hidden states. It runs at twice the rate, and keeps both factor
 def narrowed(hidden: Tensor, linear: Callable[..., Tensor]) -> Tensor:
     """Return fp32 hidden states in bfloat16 if `linear` returns that, and others unchanged.
 
-    Then all that reads and adds to them moves half the bytes.
+    Then all that reads and adds to them moves half the bytes. Autocast to bfloat16 returns it, too.
 
     Shapes:  any.
     """
-    return hidden.bfloat16() if linear is bf16 and hidden.dtype == torch.float32 else hidden
+    is_narrow = linear is bf16 or product_dtype(hidden, hidden) == torch.bfloat16
+    return hidden.bfloat16() if is_narrow and hidden.dtype == torch.float32 else hidden
 
 
 def bf16_fits(hidden: Tensor, weight_OI: Tensor) -> bool:

@@ -50,8 +50,9 @@ def test_repeated_steps_give_the_same_bits(shape):
 
 
 @every_model
-def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
+def test_autocast_keeps_loss_and_norms_fp32_and_narrows_hidden_states_of_transformers(shape):
     model = make_model(shape, dropout=0.0)
+    dtype = torch.bfloat16 if shape[0] == "transformer" else torch.float32
     tokens, targets = random_tokens()
     wide = model(tokens, targets)[0]
     seen = []
@@ -59,7 +60,7 @@ def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
         if "Norm" in type(module).__name__:
             module.register_forward_hook(lambda _, x, y: seen.append(x[0].dtype == y.dtype))
     for block in model.blocks:
-        block.register_forward_hook(lambda _, x, y: seen.append(y.dtype == torch.float32))
+        block.register_forward_hook(lambda _, x, y: seen.append(y.dtype == dtype))
     with torch.autocast("cpu", torch.bfloat16):
         loss_sum, _ = model(tokens, targets)
     loss_sum.backward()

@@ -93,6 +93,12 @@ def test_hidden_states_are_narrowed_where_matmuls_return_bfloat16(name):
         is_narrow = name == "bf16" and dtype == torch.float32
         expected = torch.bfloat16 if is_narrow else dtype
         assert linear.narrowed(hidden.to(dtype), function).dtype == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear.narrowed(hidden, function).dtype == torch.bfloat16
+        assert linear.narrowed(hidden.double(), function).dtype == torch.float64
+    with torch.autocast("cpu", torch.float16):
+        expected = torch.bfloat16 if name == "bf16" else torch.float32
+        assert linear.narrowed(hidden, function).dtype == expected
 
 
 @pytest.mark.parametrize("name", VARIANTS)

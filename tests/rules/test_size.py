@@ -19,7 +19,7 @@ ROOMS = {
     "models": 22_445,
     "assembly": 16_490,
     "config": 10_190,
-    "ops": 14_000,
+    "ops": 14_020,
     "inference": 8_350,
     "storage": 11_210,
     "distributed": 6_645,
