@@ -31,7 +31,8 @@ MINUTES ?= 60
 
 COMMA := ,
 # One process per core, at most four, each with one thread; the tests of a file stay together, because they share expensive fixtures.
-ONE_THREAD = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+# Compiled modules are kept on disk wherever Python is told otherwise: the tests start hundreds of processes.
+ONE_THREAD = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST = -m pytest -n logical --maxprocesses 4 --dist loadscope
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).0
