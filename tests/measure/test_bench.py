@@ -209,6 +209,7 @@ def test_a_sweep_is_measured_like_an_ablation(bench, tmp_path, sweep, names):
     assert (len({config.data.seq_len for config in configs}) > 1) == (sweep == "seq_len")
 
 
+@pytest.mark.thorough
 def test_real_trials_catch_a_loss_that_is_a_little_wrong(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"

@@ -10,6 +10,7 @@ import flatout
 from flatout.cli import main as cli
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure import compare as comparing
+from flatout.measure import trial
 from flatout.measure.trial import Result
 
 SCRIPT = """
@@ -42,6 +43,7 @@ def made_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(comparing, "try_command", try_command)
     monkeypatch.setattr(comparing, "program_in", list)
+    monkeypatch.setattr(trial, "LOOK_S", 0.0)
     return ran
 
 

@@ -266,15 +266,18 @@ def endless(recipe, tmp_path):
         launcher.communicate()
 
 
-def test_train_devices_starts_the_processes(recipe, tmp_path, events, losses):
+@pytest.mark.parametrize(
+    "other", [launch, pytest.param(under_torchrun, marks=pytest.mark.thorough)]
+)
+def test_train_devices_starts_the_processes(recipe, tmp_path, events, losses, other):
     launcher = own_launch(recipe, tmp_path / "own")
     out, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, err
     (line,) = [line for line in out.splitlines() if line.strip()]
     two = json.loads(line)
-    theirs = several(recipe, tmp_path / "torchrun", launch=under_torchrun)
+    theirs = several(recipe, tmp_path / "other", launch=other)
     assert two["weights_sha256"] == theirs["weights_sha256"]
-    assert losses(tmp_path / "own") == losses(tmp_path / "torchrun")
+    assert losses(tmp_path / "own") == losses(tmp_path / "other")
     (start,) = events(tmp_path / "own", "start")
     assert start["world_size"] == 2
 

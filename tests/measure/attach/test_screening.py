@@ -106,7 +106,7 @@ def test_what_a_loop_loses_is_found_within_one_run(screened):
     assert found.is_complete
 
 
-@pytest.mark.quick_cases("raise ValueError('mine')")
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["raise ValueError('mine')", "os._exit(3)", "sys.exit()"])
 def test_what_was_found_stays_when_a_change_ends_the_script(screened, how):
     found, _ = screened(ENDS.replace("HOW", how), "cached-items", "gc-thresholds", "zero-grad-none")
@@ -116,6 +116,7 @@ def test_what_was_found_stays_when_a_change_ends_the_script(screened, how):
     assert found.evidence.step_s > 0
 
 
+@pytest.mark.thorough
 def test_a_stream_is_not_kept_in_memory(screened):
     found, _ = screened(STREAM, "cached-items")
     assert (found.screened, found.failed, found.kept) == ({}, {}, [])

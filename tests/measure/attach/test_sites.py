@@ -490,6 +490,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_results_that_are_read_after_the_block_are_fp32_as_before(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(READ_LATER)

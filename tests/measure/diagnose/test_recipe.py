@@ -35,6 +35,8 @@ PLANTED = """
 import gc, torch
 from flatout.models import transformer
 
+gc.freeze()  # a collection then takes a moment
+
 class Faulty(transformer.MODEL):
     def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
         loss, num_valid = super().forward(tokens_BT, targets_BT, doc_ids_BT)
@@ -108,6 +110,7 @@ def test_the_phases_of_a_healthy_recipe_fill_the_step(measured):
     assert evidence.notes == ()
 
 
+@pytest.mark.thorough
 def test_slow_data_saves_and_evaluations_are_named(measured, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import slow_parts")
     (tmp_path / "slow_parts.py").write_text(SLOW)
@@ -133,7 +136,6 @@ def test_faults_of_the_users_own_model_are_named_with_their_lines(measured):
 
 @pytest.mark.quick_cases(
     "out-of-memory-out-of-memory-torch.empty(2**50)-changes0",
-    'failure-error-raise RuntimeError("mine")-changes2',
     "failure-no-data-None-changes4",
 )
 @pytest.mark.parametrize(
@@ -183,6 +185,7 @@ def test_a_compiler_that_fails_is_named(measured, tmp_path):
     assert "compile" not in evidence.speedups
 
 
+@pytest.mark.thorough
 def test_a_users_own_run_under_diagnosis_keeps_its_checkpoints_and_its_data(tiny_config, tmp_path):
     path = tmp_path / "my.yaml"
     values = {"train.steps": 100_000, "checkpoint.every_steps": 3, "checkpoint.keep": 9}

@@ -120,7 +120,7 @@ def write(tmp_path):
     return make
 
 
-@pytest.mark.quick_cases("evaluation", "uncleared", "copies")
+@pytest.mark.quick_cases("evaluation", "uncleared")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_line(fault, write):
     found, _ = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
@@ -168,6 +168,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.thorough
 def test_the_line_of_a_busy_thread_is_seen_and_its_turns_stay_as_long(write, capfd):
     """How long the loop waits for it depends on the machine. The rule is tested on its own."""
     before = (
@@ -233,9 +234,7 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected,
     assert ("ValueError: mine" in capfd.readouterr().err) == ("raise" in after)
 
 
-@pytest.mark.quick_cases(
-    "import torch; raise SystemExit(7)-exit code 7", "text4-3 steps, which are too few"
-)
+@pytest.mark.quick_cases("import torch; raise SystemExit(7)-exit code 7")
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -65,15 +65,22 @@ def names(found):
     return {one.name for one in found.findings}
 
 
-def test_gradients_that_each_micro_batch_reduces_are_named_with_the_line(write):
-    found, code = diagnose_script(write(before="micro_batches = 4"), Request(seconds=1.0))
-    (finding,) = (one for one in found.findings if one.name == "accumulation-sync")
-    assert finding.verdict.startswith("Gradients are reduced 4 times in each step")
-    assert finding.site.text == "loss.backward()"
-    assert "no_sync" in finding.fixes[0].text
+def test_gradients_of_each_micro_batch_and_the_rank_with_longer_rows_are_named(write, capfd):
+    before = "width, micro_batches = 16 + 112 * rank, 4"
+    found, code = diagnose_script(write(before=before), Request(seconds=1.0))
+    named = {one.name: one for one in found.findings}
+    reduced, slow = named["accumulation-sync"], named["slow-rank"]
+    assert reduced.verdict.startswith("Gradients are reduced 4 times in each step")
+    assert reduced.site.text == "loss.backward()"
+    assert "no_sync" in reduced.fixes[0].text
+    assert "rank 1" in slow.verdict
+    assert "8.0 times as many elements" in slow.verdict
+    assert "same number of elements" in slow.fixes[0].text
     assert code is None
+    assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_script_that_uses_no_sync_reduces_once(write):
     context = "model.no_sync() if micro < 3 else nullcontext()"
     command = write(before="micro_batches = 4", context=context)
@@ -82,19 +89,12 @@ def test_a_script_that_uses_no_sync_reduces_once(write):
     assert "accumulation-sync" not in names(diagnosis_of(answer.evidence))
 
 
-def test_the_rank_with_longer_rows_is_named(write):
-    found, _ = diagnose_script(write(before="width = 16 + 112 * rank"), Request(seconds=1.0))
-    (finding,) = (one for one in found.findings if one.name == "slow-rank")
-    assert "rank 1" in finding.verdict
-    assert "8.0 times as many elements" in finding.verdict
-    assert "same number of elements" in finding.fixes[0].text
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("line", "rank"),
     [
         ("time.sleep(0.05 * rank)", 1),
-        pytest.param("time.sleep(0.05 - 0.05 * rank)", 0, marks=pytest.mark.thorough),
+        ("time.sleep(0.05 - 0.05 * rank)", 0),
     ],
 )
 def test_the_rank_that_does_something_else_is_named_with_its_line(write, line, rank):
@@ -107,12 +107,14 @@ def test_the_rank_that_does_something_else_is_named_with_its_line(write, line, r
     assert dict(found.about)["Ranks"].count("ms") == 2
 
 
+@pytest.mark.thorough
 def test_all_ranks_end_after_the_same_step_and_none_fails(write, capfd):
     ran = run_command(write(), Request(seconds=60.0, steps=12))
     assert (ran.answer.steps, ran.code, ran.answer.evidence.world_size) == (12, 0, 2)
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_is_named_with_its_line(write):
     after = "if step == 40 and rank == 1: raise ValueError('mine')"
     found, code = diagnose_script(write(after=after), Request(seconds=60.0))
@@ -121,18 +123,21 @@ def test_a_rank_that_fails_is_named_with_its_line(write):
     assert code == 1
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_before_the_first_step_is_named(write):
     command = write(before="assert rank == 0, 'mine'")
     with pytest.raises(RunFailed, match="Rank 1: AssertionError: mine"):
         diagnose_script(command, Request(seconds=60.0))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_is_named(write):
     command = write(before="rank == 1 and os.kill(os.getpid(), 9)")
     with pytest.raises(RunFailed, match="Rank 1 ended with exit code -9"):
         diagnose_script(command, Request(seconds=60.0))
 
 
+@pytest.mark.thorough
 def test_accelerate_launch_is_measured_like_torchrun(write):
     pytest.importorskip("accelerate")
     path = write(after="time.sleep(0.05 * rank)")[-1]
@@ -160,6 +165,7 @@ main()
 """
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_followed_shows_what_grows_and_which_container(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(

@@ -144,6 +144,7 @@ for epoch in range(100_000):
 )
 
 
+@pytest.mark.thorough
 def test_an_evaluation_with_gradients_and_rows_in_memory_get_their_own_advice(diagnose):
     found = diagnose(EVALUATES)
     named = {one.name: one for one in found.findings}
@@ -183,6 +184,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.thorough
 def test_rollouts_are_no_evaluation(diagnose):
     found = diagnose(ROLLOUTS)
     assert not names(found) & {"frequent-evaluation", "unstable-training"}
