@@ -321,7 +321,7 @@ def test_a_model_too_large_for_this_machine_can_be_estimated():
 
 def test_the_most_rows_are_found():
     work = workload()
-    for rows in (1, 2, 3, 7, 16, 1000):
+    for rows in (1, 7, 1000):
         assert most_rows(work, estimate(work, rows, 2).total) == rows
         assert most_rows(work, estimate(work, rows + 1, 2).total - 1) == rows
     assert most_rows(work, estimate(work, 1, 2).total - 1) == 0

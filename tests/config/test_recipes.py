@@ -39,7 +39,7 @@ CARDS = {12: "rtx-4070", 16: "rtx-4080", 24: "rtx-4090", 48: "l40s", 80: "a100-s
 FITS = re.compile(r"fits an? (\d+) GB GPU")
 
 
-@pytest.mark.quick_cases("eigenstate-small-32k")
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eigenstate-small-32k", "eigenstate-large-32k", "gpt2-350m"])
 def test_a_recipe_fits_the_gpu_that_it_names(name):

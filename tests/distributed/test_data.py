@@ -125,7 +125,7 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.quick_cases("None-ddp", "checkpointing-fully_shard", "selective-checkpointing-plain")
+@pytest.mark.quick_cases("checkpointing-fully_shard")
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fully_shard"])
 @pytest.mark.parametrize("kept", [None, "checkpointing", "selective-checkpointing"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -87,6 +87,7 @@ def test_state_outside_the_state_dict_is_found_and_explained(tiny_config, tmp_pa
     assert not list(memory().glob("*.json")), "a temporary run stays trusted"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_error_of_the_run_is_raised_as_it_was(tiny_config, tmp_path):
     with pytest.raises(DataError, match="nowhere"):

@@ -107,7 +107,6 @@ def test_collecting_garbage_and_emptying_the_cache_are_named(watch):
     gc.freeze()  # the tests' own objects
     kept = [[] for _ in range(20_000)]
     train(watch, before=lambda number: (gc.collect(), torch.cuda.empty_cache()))
-    gc.unfreeze()
     assert {"garbage-collection", "empty-cache"} <= names(watch)
     assert watch.evidence().collections >= 0.9
     assert watch.evidence().empty_cache == pytest.approx(1)

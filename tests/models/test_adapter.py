@@ -266,6 +266,7 @@ def test_checkpointing_of_a_module_without_a_list_of_layers_is_refused(make_conf
         run_training(make_config(speedups=["checkpointing"]), tmp_path / "run")
 
 
+@pytest.mark.quick_cases("words0")
 @pytest.mark.parametrize("words", [["parallel.shard=2", "parallel.replicate=1"], []])
 def test_a_plan_knows_its_memory_and_its_rate(stacked, tmp_path, words):
     recipe = tmp_path / "stacked.yaml"

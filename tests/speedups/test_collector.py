@@ -14,8 +14,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def nothing_frozen():
-    """Unfreeze what an earlier test's command froze at its end."""
+    """Unfreeze what was frozen before the tests, which makes every collection take long."""
     gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Node:

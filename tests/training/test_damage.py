@@ -95,6 +95,9 @@ FILES = {
 }
 
 
+@pytest.mark.quick_cases(
+    "run/config.yaml-1", "run/events.jsonl-1", "run/checkpoints/step-4/manifest.json-1"
+)
 @pytest.mark.parametrize("most_keys", [FEW_KEYS, pytest.param(MANY_KEYS, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("name", FILES)
 def test_every_damaged_key_is_tolerated_or_rejected_with_a_fix(

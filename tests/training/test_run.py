@@ -147,6 +147,7 @@ print(result.steps, result.val_loss > 0)
 """Removes what macOS lacks, prepares and trains."""
 
 
+@pytest.mark.thorough
 def test_a_run_needs_nothing_that_only_linux_has(tmp_path, tiny):
     settings = {**tiny, "data.path": "data/book", "train.steps": 2, "log.every": 1}
     recipe = load_config().with_values(settings).to_dict()
