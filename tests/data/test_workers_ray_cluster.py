@@ -175,6 +175,7 @@ def held_ranges(source, tmp_path, count):
     )
 
 
+@pytest.mark.thorough
 def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 2_000)
     monkeypatch.setattr(make, "range_bytes", lambda _: 4_000)

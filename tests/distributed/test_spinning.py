@@ -101,6 +101,7 @@ print(json.dumps([seen, said]))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux shows threads there")
 def test_a_team_more_exists_while_others_use_the_cores():
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}

@@ -171,6 +171,7 @@ def test_control_characters_in_a_reference_are_escaped(gift):
     assert refused.value.what.isprintable()
 
 
+@pytest.mark.quick_cases("generate runs/gift", "train my.yaml --run-dir runs/gift")
 @pytest.mark.parametrize(
     "command",
     [

@@ -90,19 +90,6 @@ def test_the_parts_of_the_memory_add_up(recipe):
     assert memory["total"] == pytest.approx(memory["reserved"] + memory["context"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], r"Set model\.vocab_size"),
-        (["data.path=absent"], "absent is not a dataset"),
-        (["model.vocab_size=101", "lora.rank=2"], r"train\.init_from names none"),
-    ],
-)
-def test_what_cannot_be_planned_is_rejected_as_in_training(recipe, words, message):
-    with pytest.raises(ConfigError, match=message):
-        plan(recipe, [*ON_CPU, *words])
-
-
 def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set, tmp_path):
     overrides = [word for word in ON_CPU if "steps" not in word]
     found = plan(recipe, [*overrides, f"data.path={tiny_set}"])
@@ -231,20 +218,6 @@ def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeyp
     assert found.memory is found.fits is found.peak_gib is found.largest_rows_per_device is None
     assert any("RuntimeError: data-dependent" in note for note in found.notes)
     assert math.isfinite(found.tokens_per_s)
-
-
-@pytest.mark.parametrize(
-    ("words", "machine", "fix"),
-    [
-        ([], "8x H1000", "Did you mean 'H100'"),
-        ([], "A800", "a800-pcie-80gb"),
-        ([], "0x H100", "8x H100"),
-        (["train.device=cpu"], "H100", "contradict"),
-    ],
-)
-def test_a_wrong_machine_is_rejected_without_torch(words, machine, fix):
-    with pytest.raises(ConfigError, match=fix):
-        plan("gpt2-124m", words, machine)
 
 
 def test_micro_batches_are_compared_in_a_table(recipe):

@@ -14,16 +14,15 @@ def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys):
     config, out = tiny_run / "config.yaml", tmp_path / "out"
     words = ["profile", str(config), "--steps", "1", "--skip", "1", "--out", str(out), "--json"]
     assert cli.execute(words) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed, shown = capsys.readouterr()
+    answer = json.loads(printed.splitlines()[-1])
     assert Path(answer["trace"]).name == "trace.json.gz"
     assert Path(answer["trace"]).exists()
     assert answer["steps"] == 1
     assert answer["snapshot"] is None
     assert answer["profiled_step_ms"] > 0
     assert answer["table"][0]["kind"]
-    assert cli.execute(words[:-1]) == 0
-    shown = capsys.readouterr().out
     assert "ui.perfetto.dev" in shown
     text = (out / "profile.txt").read_text().rstrip()
-    assert shown.splitlines()[:8] == text.splitlines()[:8]
+    assert "\n".join(text.splitlines()[:8]) in shown
     assert "matmul" in text

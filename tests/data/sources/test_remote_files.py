@@ -105,11 +105,6 @@ def test_the_fingerprint_of_a_remote_file_is_its_servers_tag(web):
     assert files.files(f"{web.address}/a.txt")[0].fingerprint != before.fingerprint
 
 
-def test_an_unknown_protocol_is_rejected():
-    with pytest.raises(DataError, match=r"s4://bucket/a\.txt: Protocol not known: s4\. Fix: .*s3"):
-        files.files("s4://bucket/a.txt")
-
-
 def test_secrets_in_a_url_are_not_stored(web, tmp_path):
     web.files["/rows.jsonl"] = ROWS + b"{broken\n"
     address = f"{web.address.replace('//', '//me:hidden@')}/rows.jsonl?signature=hidden"

@@ -119,6 +119,7 @@ def test_a_run_is_as_long_as_its_profile_at_least(tiny_config):
     assert long_enough(config, 6, None).train.steps > 30
 
 
+@pytest.mark.thorough
 def test_without_a_profiler_step_times_and_phases_remain(quick, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "sitecustomize.py").write_text(NOT_PERMITTED)
@@ -129,6 +130,7 @@ def test_without_a_profiler_step_times_and_phases_remain(quick, tmp_path, monkey
     assert not (out / "trace.json.gz").exists()
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_named_and_nothing_is_left_behind(quick, monkeypatch, tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device", "trace.json.gz")
     monkeypatch.setattr(profiles, "CheckedFile", Mock(side_effect=full))
@@ -138,6 +140,7 @@ def test_a_full_disk_is_named_and_nothing_is_left_behind(quick, monkeypatch, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_is_an_error_of_its_own(quick, tmp_path):
     with pytest.raises(RunFailed, match="has diverged"):
         quick(skip=30, train__steps=40, optim__lr=1e30, optim__clip=0, schedule__warmup=0)

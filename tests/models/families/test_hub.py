@@ -121,7 +121,6 @@ def test_an_earlier_download_is_used_without_the_hub(hub, tmp_path, monkeypatch)
         ("hf:org/none", "no repository org/none on the hub"),
         ("hf:org/small@v2", "org/small@v2 has no such revision"),
         ("hf:small", "does not name a repository"),
-        ("hf:org/small@", "does not name a repository"),
         ("hf:../x/y", "does not name a repository"),
     ],
 )

@@ -133,6 +133,7 @@ def test_an_existing_experiment_is_used(server, run):
     assert server.runs["run 0"].experiment == "known"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_the_package_keeps_a_stopped_and_resumed_run_as_one(
@@ -155,6 +156,7 @@ def test_the_package_keeps_a_stopped_and_resumed_run_as_one(
     assert stored.data.tags["flatout.run_directory"] == str((tmp_path / "run").resolve())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_server_that_rejects_does_not_stop_the_run(tiny_config, tmp_path, monkeypatch):

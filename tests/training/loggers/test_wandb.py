@@ -182,6 +182,7 @@ def package():
     wandb.teardown()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("package")

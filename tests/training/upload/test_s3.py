@@ -14,7 +14,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.upload import uploader as module
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 URL = "s3://corpus/runs"
 
 
@@ -51,7 +51,6 @@ def test_a_lost_run_comes_back_from_s3(config, whole, tmp_path, bucket, stop_at,
     assert there(bucket, 6) == {path.name for path in local.iterdir()}
 
 
-@pytest.mark.quick_cases("PUT .*model-503", "PUT .*manifest-cut")
 @pytest.mark.parametrize("status", [500, 503, "cut"])
 @pytest.mark.parametrize("failing", [r"PUT .*model", r"PUT .*manifest", r"GET .*runs"])
 def test_a_server_that_fails_for_a_while_loses_nothing(
