@@ -12,6 +12,8 @@ import torch
 
 from flatout.errors import ConfigError
 from flatout.measure import resolving, trial
+from flatout.measure.attach import timing
+from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import Answer, Request, Timing
 from flatout.measure.compare import compare_commands
 from flatout.measure.resolving import adding_one, choose, resolve_apart, resolve_here, with_needs
@@ -135,6 +137,26 @@ ERROR = '{"error": "There is no GPU.", "fix": "Use a CPU.", "kind": "OutOfMemory
 def test_the_reason_of_a_failure_is_what_the_process_said_last(code, output, status, reason):
     found = result_of(Ran(Answer(), code, output, True))
     assert (found.status, found.reason) == (status, reason or output)
+
+
+def test_the_error_of_a_rank_names_the_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ValueError("mine"), raising=False)
+    monkeypatch.setattr(timing, "ranks", lambda: (1, 2))
+    timing.reply(str(tmp_path / "answer.json"), 40)
+    answer = Answer.model_validate_json((tmp_path / "answer.json").read_text())
+    assert (answer.rank, answer.steps) == (1, 40)
+    assert answer.failure.message == "Rank 1: ValueError: mine"
+
+
+class ChildFailed(Exception):
+    """The error of torchrun after a rank was killed."""
+
+    def get_first_failure(self):
+        return 1, SimpleNamespace(exitcode=-9)
+
+
+def test_the_error_of_torchrun_names_the_rank_that_ended_first():
+    assert failure_of(ChildFailed(), 0).message == "Rank 1 ended with exit code -9"
 
 
 def test_a_process_that_hangs_is_ended_with_everything_it_started(tmp_path):

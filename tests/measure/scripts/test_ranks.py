@@ -76,6 +76,7 @@ def test_gradients_of_each_micro_batch_and_the_rank_with_longer_rows_are_named(w
     assert "rank 1" in slow.verdict
     assert "8.0 times as many elements" in slow.verdict
     assert "same number of elements" in slow.fixes[0].text
+    assert dict(found.about)["Ranks"].count("ms") == 2
     assert code is None
     assert "Traceback" not in capfd.readouterr().err
 
