@@ -120,7 +120,7 @@ def write(tmp_path):
     return make
 
 
-@pytest.mark.quick_cases("evaluation", "uncleared")
+@pytest.mark.quick_cases("evaluation")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_line(fault, write):
     found, _ = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
