@@ -214,6 +214,7 @@ def test_attention_that_skips_masked_blocks_keeps_no_mask(monkeypatch, limits):
     assert found.total == crossing.total
 
 
+@pytest.mark.quick_cases("default", "llama", "gpt_neox")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_gradients_and_optimizer_are_exact(shape):
     work = workload(**SHAPES[shape])

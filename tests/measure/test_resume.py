@@ -62,6 +62,7 @@ def test_steps_are_stated_or_fit_the_recipe(text, total, expected):
             steps_of(text, total)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_recipe_that_resumes_exactly_is_proved(tiny_config):
     often = {"train__eval_every": 2, "log__every": 7, "checkpoint__every_steps": 1}

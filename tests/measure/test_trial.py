@@ -170,6 +170,7 @@ def test_a_process_that_hangs_is_ended_with_everything_it_started(tmp_path):
     wait_for_end_of(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.thorough
 def test_a_trial_ends_with_the_command_that_started_it(tmp_path):
     text = (
         LOOP.replace("STEPS", "10**9")

@@ -47,6 +47,7 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
+@pytest.mark.quick_cases("direct-at the start", "prefetch-in the middle")
 @pytest.mark.parametrize("since", [0, 3], ids=["at the start", "in the middle"])
 @pytest.mark.parametrize("speedups", ["auto,-compile", "micro-batch"], ids=["prefetch", "direct"])
 def test_the_run_starts_again_with_rows_that_fit(

@@ -112,7 +112,7 @@ def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh
         ), name
 
 
-@pytest.mark.quick_cases("alone")
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", SHARED_LAYERS)
 def test_processes_that_share_layers_have_the_losses_of_one_and_continue_each_other(
     recipe, tmp_path, mesh, losses

@@ -135,7 +135,6 @@ def test_faults_of_the_users_own_model_are_named_with_their_lines(measured):
 
 
 @pytest.mark.quick_cases(
-    "out-of-memory-out-of-memory-torch.empty(2**50)-changes0",
     "failure-no-data-None-changes4",
 )
 @pytest.mark.parametrize(
