@@ -184,7 +184,6 @@ def test_a_compiler_that_fails_is_named(measured, tmp_path):
     assert "compile" not in evidence.speedups
 
 
-@pytest.mark.thorough
 def test_a_users_own_run_under_diagnosis_keeps_its_checkpoints_and_its_data(tiny_config, tmp_path):
     path = tmp_path / "my.yaml"
     values = {"train.steps": 100_000, "checkpoint.every_steps": 3, "checkpoint.keep": 9}
