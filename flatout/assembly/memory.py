@@ -32,6 +32,7 @@ from flatout.assembly.parts import Parts, drop_gradients
 from flatout.config.registry import OPTIMIZERS
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig, ParallelConfig
+from flatout.distributed.pipeline import LAST
 from flatout.distributed.tensor import Split
 from flatout.hardware.machine import GIB, Machine
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
@@ -194,10 +195,18 @@ def gather_dtype(model_class: type[LanguageModel], parts: Parts) -> torch.dtype 
 
 
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
-    """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
+    """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences.
+
+    Of a pipeline, it is that of the first process, which keeps most micro-batches for backward, and
+    has the embedding, with the logits of the last one.
+    """
     parallel, exist = workload.parallel, workload.gradients_stay or accumulate > 1
-    shards, is_sharded = parallel.shard, parallel.is_sharded
+    shards, is_sharded, stages = parallel.shard, parallel.is_sharded, parallel.pipeline
     whole = replace(workload, parallel=ParallelConfig(tensor=parallel.tensor), gathers=None)
+    if stages > 1:
+        layers = workload.model_config.model_dump()["num_layers"] // stages
+        fewer = workload.model_config.model_copy(update={"num_layers": layers})
+        whole, exist = replace(whole, model_config=fewer), False
     traced = gathered = _trace(whole, rows, exist)
     model, embedding, head = traced.model, traced.embedding, traced.head
 
@@ -208,13 +217,15 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
     def own_bytes(parameters: Iterable[Tensor]) -> int:
         return sum(own(parameter) * parameter.element_size() for parameter in parameters)
 
-    trained, kinds = _trained(model), model.parameter_kinds()
+    kinds, last = model.parameter_kinds(), LAST if stages > 1 else ()
+    named = {name: p for name, p in model.named_parameters() if not name.startswith(last)}
+    trained = [each for each in named.values() if each.requires_grad]
     optimizer = sum(
         # Muon has one momentum in fp32 for these.
         4 * own(parameter)
         if workload.optim.kind == "muon" and kinds[name] == "hidden"
         else workload.moments(own(parameter))
-        for name, parameter in model.named_parameters()
+        for name, parameter in named.items()
         if parameter.requires_grad
     )
     gradients = own_bytes(trained)
@@ -227,7 +238,15 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         moments = list(_sharded(gathered, workload, begin * (not workload.offloads), own))
     else:
         moments = list(_micro_batch(traced, begin))
-    weights, kept_on_host = own_bytes(model.parameters()), 0
+    if stages > 1:  # gradients add up, whole and in fp32, until the end of the step
+        in_flight = stages if parallel.num_stages == stages else 1.5 * stages
+        summed = 4 * sum(map(Tensor.numel, trained))
+        kept = int((min(in_flight, accumulate) - 1) * activations)
+        moments = [
+            replace(one, gradients=one.gradients + summed, activations=one.activations + kept)
+            for one in moments
+        ]
+    weights, kept_on_host = own_bytes(named.values()), 0
     if workload.offloads:
         kept_on_host = weights + gradients + optimizer
         weights = gradients = optimizer = 0
@@ -321,7 +340,8 @@ def _sharded(
     between their passes. The gradients of a block exist whole, and in fp32 to be summed.
     """
     model: Any = traced.model
-    sums = 0 if gradients or workload.offloads else 4
+    in_stages = workload.parallel.pipeline > 1
+    sums = 0 if gradients or workload.offloads or in_stages else 4
     blocks = [list(block.parameters()) for block in model.blocks]
     trained = [[weight for weight in block if weight.requires_grad] for block in blocks]
     sizes = [bytes_of(block) for block in blocks]
@@ -330,7 +350,7 @@ def _sharded(
     if getattr(model, "unembedding", None) is not None:
         embedding = model.token_embedding.weight.nbytes
         outside -= embedding  # gathered by itself, and freed
-    reshards = workload.parallel.reshard
+    reshards = workload.parallel.reshard and not in_stages  # until the next forward pass
     if not any(sizes):  # a module that runs its layers in `embed`
         embedding = max(map(sum, pairwise([0, *layers]))) if reshards else sum(layers)
     first = len(blocks) - 1 if reshards else 0

@@ -46,6 +46,10 @@ known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""
 WITHOUT_IT = "without it"
 """How the reason for a speedup begins that was added because nothing fits without it."""
+MICRO_BATCHES = 8
+"""Micro-batches of a step for each process of a pipeline, which then waits for at most an eighth
+of the time.
+"""
 EVALUATIONS, MIN_BETWEEN_EVALUATIONS = 20, 10
 """Evaluations of a run that states no interval, and the fewest steps between two."""
 EVALUATION_SHARE, MIN_SEQUENCES = 0.05, 32
@@ -130,7 +134,10 @@ def rows_for(config: RunConfig, parts: Parts, share: int, usable: int | None) ->
     On a GPU they must fit into the `usable` bytes by estimate. If a single one does not, or cannot
     be estimated, the run tries it.
     """
-    for rows in divisors(share, parts.most_rows(config.data.seq_len, config.train.device)):
+    most = parts.most_rows(config.data.seq_len, config.train.device)
+    if (stages := config.parallel.pipeline) > 1:
+        most = min(most, max(share // (MICRO_BATCHES * stages), 1))
+    for rows in divisors(share // stages, most):
         need = None if usable is None or rows == 1 else need_of(config, parts, rows, share // rows)
         if need is None or usable is None or need <= usable:
             break

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.store.mix import AnyDataset
 from flatout.display import memory_size
 from flatout.distributed.mesh import Mesh, wrap
-from flatout.errors import HardwareError
+from flatout.distributed.pipeline import Pipeline, completed, stages_of
+from flatout.errors import ConfigError, HardwareError
 from flatout.hardware.machine import Machine
 from flatout.hardware.roofline import Peak
 from flatout.models.language_model import LanguageModel, allocate, model_of, new_model
@@ -89,7 +91,7 @@ class Run:
     core: LanguageModel
     """The unwrapped model, for parameter names, evaluation and sampling."""
     model: nn.Module
-    """The core, compiled and wrapped: the module that training calls."""
+    """The core, compiled and wrapped, or the pipeline of its stages: what training calls."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     reader: SequenceReader
     loader: DirectLoader | PrefetchLoader = field(init=False)
@@ -142,6 +144,16 @@ class Run:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
+
+    def num_parameters(self) -> int:
+        """Return the number of weights of the model, with those of other ranks."""
+        with completed(self.core):
+            return sum(parameter.numel() for parameter in self.core.parameters())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the training FLOPs per token of the model, with those of other ranks."""
+        with completed(self.core):
+            return float(self.core.flops_per_token(seq_len).causal_exact)
 
     @property
     def rows_per_device(self) -> int:
@@ -199,7 +211,7 @@ def build(
     set_deterministic(config.train.deterministic)
     torch.set_float32_matmul_precision(parts.matmul)
     core, model = _model(config, parts, machine, mesh, draws=draws)
-    if model is not core:
+    if model is not core and mesh.device_mesh is None:
         parts.zero_grad = zero_in_place
     run = Run(
         config=config,
@@ -221,6 +233,12 @@ def build(
         guard=StepGuard(most=config.train.max_bad_steps, model=core, device=mesh.device),
     )
     run.loader = make_loader(run)
+    if mesh.pipeline > 1 and len(run.loader.shapes) > 1:
+        raise ConfigError(
+            f"parallel.pipeline={mesh.pipeline} needs rows of one length, and this run has the "
+            "speedup length-buckets.",
+            fix="Remove parallel.pipeline.",
+        )
     run.parts.zero_grad(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
@@ -243,7 +261,7 @@ def _model(
     No process ever holds more than its shards of the weights and one whole tensor.
     """
     model_class, model_config = model_of(config)
-    least_bytes = 4 * model_class.num_parameters(model_config) // (mesh.shard * mesh.tensor)
+    least_bytes = 4 * model_class.num_parameters(model_config) // config.parallel.unit
     what, device = "weights", config.train.device
     if mesh.offloads:  # where its gradients are, too
         least_bytes, what, device = 2 * least_bytes, "weights and gradients", "cpu"
@@ -256,6 +274,8 @@ def _model(
             "or model.vocab_size.",
         )
     core = with_adapters(new_model(config, parts.ops()), config.lora)
+    autocast = partial(parts.precision.context, mesh.device.type)
+    stages = stages_of(core, mesh, autocast) if mesh.pipeline > 1 else []
     data = config.data
     mesh.share_rows(core, seq_len=data.seq_len, has_documents=data.document_mask)
     mesh.share_layers(core, seq_len=data.seq_len)
@@ -266,10 +286,10 @@ def _model(
         parts.activations(core)
     if parts.compilation is not None:
         parts.compilation(core, mesh)
-    model = wrap(core, mesh, gathers=gather_dtype(model_class, parts))
+    model = wrap(core, mesh, gathers=gather_dtype(model_class, parts), stages=stages)
     if is_sharded:
         allocate(core, mesh.device, draws=draws, weights_device=mesh.weights_device)
-    return core, model
+    return core, Pipeline(core, stages, mesh) if stages else model
 
 
 def make_loader(run: Run) -> DirectLoader | PrefetchLoader:

@@ -8,6 +8,7 @@ from flatout.config.registry import MODELS
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.distributed.context import Context
+from flatout.distributed.pipeline import check_stages
 from flatout.distributed.tensor import Split
 from flatout.errors import ConfigError
 from flatout.models.families.source import find_model, is_foreign
@@ -61,9 +62,9 @@ def with_shape(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
 
 
 def _check_divides(config: RunConfig) -> None:
-    """Check that processes can share rows and layers as `parallel` requires.
+    """Check that processes can share rows, layers and the model as `parallel` requires.
 
-    Raises: ConfigError, as the model's `share_rows` and `share_layers`.
+    Raises: ConfigError, as the model's `share_rows` and `share_layers`, and as `check_stages`.
     """
     parallel, data = config.parallel, config.data
     if parallel.per_row == 1:
@@ -78,6 +79,8 @@ def _check_divides(config: RunConfig) -> None:
     if parallel.context > 1:
         context = Context(None, 0, parallel.context, bool(model.divides_rows))
         model.share_rows(context, seq_len=data.seq_len, has_documents=data.document_mask)
+    if parallel.pipeline > 1:
+        check_stages(model, parallel)
     if parallel.tensor > 1:
         model.share_layers(Split(None, 0, parallel.tensor), seq_len=data.seq_len)
 

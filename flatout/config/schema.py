@@ -96,6 +96,17 @@ class RunConfig(Section):
             "be set together: both divide the tokens of each row.",
             "Remove one of them.",
         ),
+        (
+            lambda run: run.parallel.pipeline > 1 and run.lora.rank,
+            "parallel.pipeline={0.parallel.pipeline} does not support lora.rank={1}.",
+            "Remove one of them.",
+        ),
+        (
+            lambda run: run.parallel.pipeline > 1 and run.parallel.offload == "cpu",
+            "parallel.pipeline={0.parallel.pipeline} and parallel.offload=cpu cannot be set "
+            "together: a pipeline keeps the gradients of a whole step on the GPU.",
+            "Remove one of them.",
+        ),
     )
 
     format_version: int = FORMAT_VERSION

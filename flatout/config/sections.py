@@ -384,7 +384,7 @@ class ParallelConfig(Section):
     """How processes share the work. The product of the sizes is the number of processes."""
 
     replicate: Count | Literal["auto"] = "auto"
-    """Replicas of the model (DDP). auto is the number of processes divided by `shard`."""
+    """Replicas of the model (DDP). auto is the number of processes divided by the other sizes."""
     shard: Count = 1
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
     reshard: bool = True
@@ -404,13 +404,32 @@ class ParallelConfig(Section):
     """Processes among them that share the tokens of each row, for sequences that are too long for
     one. A divisor of `shard`, or of `replicate` without sharding.
     """
+    pipeline: Count = 1
+    """Processes that have different blocks of the model, and compute micro-batches one after the
+    other. They have the same rows, and `replicate`, `shard` and `tensor` count within each part.
+    """
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """Order of the micro-batches: 1f1b (a forward and a backward pass in turns), or interleaved (so
+    too, with two shorter parts of the model per process, which wait half as long and communicate
+    twice as much).
+    """
 
     @property
     def per_row(self) -> int:
         """Processes that have the same rows."""
-        return self.context * self.tensor
+        return self.context * self.tensor * self.pipeline
+
+    @property
+    def unit(self) -> int:
+        """Processes that have one copy of the model together."""
+        return self.shard * self.tensor * self.pipeline
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the blocks of the model are divided into."""
+        return self.pipeline * (2 if self.pipeline_schedule == "interleaved" else 1)
 
     @property
     def is_sharded(self) -> bool:
         """Whether fully_shard holds the weights, in this process alone or over several."""
-        return self.shard > 1 or self.tensor > 1 or self.offload == "cpu"
+        return self.unit > 1 or self.offload == "cpu"

@@ -14,7 +14,7 @@ class Layout:
     """The numbers of processes in each dimension. Every field counts one without it."""
 
     world_size: int = 1
-    """All of them: `replicate` x `shard` x `tensor`."""
+    """All of them: `pipeline` x `replicate` x `shard` x `tensor`."""
     replicate: int = 1
     """Copies of the model."""
     shard: int = 1
@@ -23,26 +23,38 @@ class Layout:
     """Processes that share every layer."""
     context: int = 1
     """Processes, of those that are not for `tensor`, that share the tokens of each row."""
+    pipeline: int = 1
+    """Processes, or groups of them, that have different blocks of the model."""
+    num_stages: int = 1
+    """Stages that the blocks are divided into: one or several for each of those."""
 
     @property
     def dp_size(self) -> int:
         """Processes, or groups of them, with separate rows."""
-        return self.world_size // (self.context * self.tensor)
+        return self.world_size // (self.context * self.tensor * self.pipeline)
 
 
 def layout_of(config: ParallelConfig, world_size: int) -> Layout:
     """Return the layout of `world_size` processes.
 
-    Raises: ConfigError when replicate times shard is not that number, or context is no divisor.
+    Raises: ConfigError when the sizes do not multiply to that number, or context is no divisor.
     """
-    shard, tensor, context = config.shard, config.tensor, config.context
-    stated = f"parallel.shard={shard}" + (f" x parallel.tensor={tensor}" if tensor > 1 else "")
+    shard, tensor, context, pipeline = config.shard, config.tensor, config.context, config.pipeline
+    if config.num_stages > pipeline == 1:
+        raise ConfigError(
+            f"parallel.pipeline_schedule={config.pipeline_schedule} has no effect without "
+            "parallel.pipeline.",
+            fix="Set parallel.pipeline, or remove it.",
+        )
+    stated = f"parallel.shard={shard}"
+    for key, size in (("tensor", tensor), ("pipeline", pipeline)):
+        stated += f" x parallel.{key}={size}" if size > 1 else ""
     if config.replicate == "auto":
-        replicate = max(1, world_size // (shard * tensor))
+        replicate = max(1, world_size // config.unit)
     else:
         replicate = config.replicate
         stated = f"parallel.replicate={replicate} x {stated}"
-    processes = replicate * shard * tensor
+    processes = replicate * config.unit
     if processes != world_size:
         raise ConfigError(
             f"{stated} does not fit {counted(world_size, 'process', 'processes')}.",
@@ -57,4 +69,5 @@ def layout_of(config: ParallelConfig, world_size: int) -> Layout:
             "many processes share rows.",
             fix=f"Set parallel.context to a divisor of {among}, or remove it.",
         )
-    return Layout(world_size, replicate, shard, tensor, context)
+    stages = config.num_stages
+    return Layout(world_size, replicate, shard, tensor, context, pipeline, stages)

@@ -3,12 +3,14 @@
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
 model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
 consecutive processes share the tokens of each row of a batch. The others have separate rows.
-With `tensor`, that many consecutive processes are in each place: they share every layer. Losses
-and counts are summed over all processes. Each has those of its own tokens.
+With `tensor`, that many consecutive processes are in each place: they share every layer. With
+`pipeline`, there are several such rectangles, each with other blocks of the model. Losses and
+counts are summed over all processes. Each has those of its own tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from inspect import signature
 from typing import Any, TypeVar
@@ -44,7 +46,9 @@ class Mesh(Layout, Ranks):
 
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
-    """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`. None: none of it."""
+    """The dimensions `pipeline`, if there is one, `replicate`, `shard` and, if layers are shared,
+    `tensor`. None: none of it.
+    """
     reshard: bool = True
     offloads: bool = False
     """Whether weights, gradients and optimizer state are in host memory."""
@@ -59,7 +63,7 @@ class Mesh(Layout, Ranks):
     @property
     def dp_rank(self) -> int:
         """The position of this process's rows among `dp_size`."""
-        return self.rank // (self.context * self.tensor)
+        return self.rank // (self.context * self.tensor) % self.dp_size
 
     def share_rows(self, model: Any, *, seq_len: int, has_documents: bool) -> None:
         """Let a model compute this process's part of each row, if several share them.
@@ -131,10 +135,13 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     if offloads and ranks.world_size == 1:
         connect_alone(own)
     if config.is_sharded:
-        shape = (layout.replicate, config.shard, config.tensor)
-        names = ("replicate", "shard", TENSOR)
-        count = 3 if config.tensor > 1 else 2
-        device_mesh = init_device_mesh(own.type, shape[:count], mesh_dim_names=names[:count])
+        sizes = {"replicate": layout.replicate, "shard": config.shard}
+        if config.pipeline > 1:
+            sizes = {"pipeline": config.pipeline, **sizes}
+        if config.tensor > 1:
+            sizes[TENSOR] = config.tensor
+        shape, names = tuple(sizes.values()), tuple(sizes)
+        device_mesh = init_device_mesh(own.type, shape, mesh_dim_names=names)
     group = None
     if config.context > 1:
         group = init_device_mesh(
@@ -152,13 +159,19 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     )
 
 
-def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
+def wrap(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    gathers: torch.dtype | None = None,
+    stages: Sequence[Any] = (),
+) -> nn.Module:
     """Return the module that training calls in place of `model`, with rank 0's weights.
 
     With one process this is the model itself, unless its weights stay in host memory. A copied
     model is wrapped in DDP. A sharded model is the model itself, with its `blocks` and the rest of
-    it sharded in place, so optimizers must be created afterwards. Both average gradients over all
-    processes.
+    it sharded in place, so optimizers must be created afterwards. Of a pipeline, each of the
+    `stages` is. Both average gradients over all processes with the same weights.
 
     With `gathers` the weights of the blocks are gathered and used in that dtype, under autocast to
     it. Hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
@@ -195,15 +208,20 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     if mesh.offloads:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     blocks = {id(block) for block in core.blocks}
-    for layer in core.layers:
-        # backward begins with the last layer; modules of users may compute with fp32 weights
-        keeps = layer is core.layers[-1] or not mesh.reshard
-        policy: dict[str, Any] = {"mp_policy": narrow} if id(layer) in blocks else {}
-        fully_shard(layer, reshard_after_forward=not keeps, **policy, **shared)
-    if getattr(core, "unembedding", None) is not None:  # a tied embedding is read again at the end
-        fully_shard(core.token_embedding, **shared)
-    fully_shard(core, **shared)
-    if hasattr(core, "logits"):  # it needs gathered weights, so all processes must call it together
+    roots: Any = stages or [core]
+    for root in roots:
+        for layer in root.layers:
+            # backward begins with the last layer; modules of users may compute with fp32 weights
+            keeps = layer is root.layers[-1] or not mesh.reshard
+            policy: dict[str, Any] = {"mp_policy": narrow} if id(layer) in blocks else {}
+            fully_shard(layer, reshard_after_forward=not keeps, **policy, **shared)
+        # a tied embedding is read again at the end
+        if root is core and getattr(core, "unembedding", None) is not None:
+            fully_shard(core.token_embedding, **shared)
+        fully_shard(root, **shared)
+    if not stages and hasattr(
+        core, "logits"
+    ):  # it needs gathered weights, so all processes must call it together
         register_fsdp_forward_method(core, "logits")
     return model
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -26,6 +26,7 @@ from flatout.config.registry import MODELS
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
 from flatout.distributed.context import Context
+from flatout.distributed.pipeline import completed
 from flatout.distributed.tensor import Cut, Split, boxes_of, is_shared, local
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.layers import Embedding, Linear, check_length, dropped
@@ -62,6 +63,8 @@ class _Drawing(TorchFunctionMode):
         if self._cuts is not None:
             whole = torch.empty(target.shape)
             func(whole, *args[1:], **{key: one for key, one in named.items() if key != "tensor"})
+            if target.is_meta:  # of another rank
+                return target
             with torch.no_grad():
                 for there, here in boxes_of(target, self._cuts.get(target)):
                     box = zip(there, here.shape, strict=True)
@@ -188,16 +191,19 @@ class LanguageModel(nn.Module, ABC):
     """This rank's part of each row. None means all of it. Only `forward` divides rows."""
     split: Split | None = None
     """This rank's part of each layer. None means all of it."""
+    elsewhere: Mapping[str, nn.Module]
+    """By name, the modules that other ranks of a pipeline have, on the meta device."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.elsewhere = {}
         self.config = config
         self.ops = ops
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """What is compiled, recomputed and sharded one by one: the blocks."""
-        return [*self.blocks]
+        """What is compiled, recomputed and sharded one by one: the blocks of this rank."""
+        return [block for block in self.blocks if block is not None]
 
     def set_ops(self, ops: Any) -> None:
         """Replace the functions that the model and its modules call."""
@@ -260,10 +266,43 @@ class LanguageModel(nn.Module, ABC):
                  nothing to predict; doc_ids_BT (B, T) integers.
         Returns: (loss_sum, num_valid), as `flatout.ops.cross_entropy.reference`.
         """
-        context = self.context
-        if context is not None:
-            targets_BT = context.own(targets_BT)
-        hidden_BTD = self._through_blocks(tokens_BT, doc_ids_BT, context)
+        hidden_BTD = self.through(self.blocks, None, tokens_BT, doc_ids_BT, self.context)
+        return self.loss(hidden_BTD, targets_BT)
+
+    def through(
+        self,
+        blocks: Iterable[nn.Module],
+        hidden_BTD: Tensor | None,
+        tokens_BT: Tensor,
+        doc_ids_BT: Tensor | None,
+        context: Context | None = None,
+    ) -> Tensor:
+        """Return the hidden states after some of the blocks. Without any before, embed the tokens.
+
+        Shapes:  hidden_BTD (B, T, D), of this rank's tokens with a context; tokens_BT,
+                 doc_ids_BT (B, T) integers, of whole rows.
+        Returns: hidden_BTD.
+        """
+        embed: Any = self.embed  # a model that divides rows takes positions
+        if context is None:
+            hidden_BTD = embed(tokens_BT) if hidden_BTD is None else hidden_BTD
+            shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
+        else:
+            if hidden_BTD is None:
+                hidden_BTD = embed(context.own(tokens_BT), context.spans(tokens_BT.shape[1]))
+            shared = (None, context)
+        for block in blocks:
+            hidden_BTD = block(hidden_BTD, doc_ids_BT, *shared)
+        return hidden_BTD
+
+    def loss(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result of `forward` from the hidden states after the blocks.
+
+        Shapes:  hidden_BTD (B, T, D) of this rank's tokens; targets_BT (B, T) int64.
+        Returns: (loss_sum, num_valid).
+        """
+        if self.context is not None:
+            targets_BT = self.context.own(targets_BT)
         hidden_BTD, weight_VD = self.head(hidden_BTD)
         z_loss = self.config.z_loss if self.training else 0.0
         cross_entropy = self.ops.cross_entropy
@@ -314,19 +353,8 @@ class LanguageModel(nn.Module, ABC):
         """Return the decoder's token limit: `max_tokens`, capped at what the model supports."""
         return min(max_tokens or self.max_seq_len, self.max_seq_len)
 
-    def _through_blocks(
-        self, tokens_BT: Tensor, doc_ids_BT: Tensor | None, context: Context | None = None
-    ) -> Tensor:
-        if context is None:
-            hidden_BTD = self.embed(tokens_BT)
-            shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
-        else:
-            embed: Any = self.embed  # a model that divides rows takes positions
-            hidden_BTD = embed(context.own(tokens_BT), context.spans(tokens_BT.shape[1]))
-            shared = (None, context)
-        for block in self.blocks:
-            hidden_BTD = block(hidden_BTD, doc_ids_BT, *shared)
-        return hidden_BTD
+    def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+        return self.through(self.blocks, None, tokens_BT, doc_ids_BT)
 
     def shared_by_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> tuple[object, ...]:
         """Return further arguments of every block, computed once per micro-batch.
@@ -629,7 +657,8 @@ def allocate(
     model._apply(moved)  # type: ignore[no-untyped-call]
     if is_meta and draws:
         cuts = model.tensor_cuts()
-        with _Drawing({p: cuts.get(name) for name, p in model.named_parameters()}):
+        drawing = _Drawing({p: cuts.get(name) for name, p in model.named_parameters()})
+        with completed(model), drawing:  # what others have is drawn, too, and not kept
             model.init_weights()
             for name, module in model.named_modules():
                 if name.rpartition(".")[0].endswith(".adapters"):

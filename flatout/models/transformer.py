@@ -479,7 +479,7 @@ class Transformer(EmbeddingModel):
             self.check_shares(split, f"model.{key}", count, grows=False)
         self.check_shares(split, "model.d_ff", self.config.mlp_width)
         super().share_layers(split, seq_len=seq_len)
-        for block in self.blocks:
+        for block in self.layers:
             attention: Any = block.attention
             heads, groups = attention.head_counts
             attention.head_counts = (heads // split.size, groups // split.size)
@@ -503,7 +503,7 @@ class Transformer(EmbeddingModel):
         Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
         """
         windows = map(self.config.window_of, range(self.config.num_layers))
-        weight = self.token_embedding.weight
+        weight = next(self.parameters())
         dtype = product_dtype(weight, weight)
         found = masks(self.ops.attention, tokens_BT, doc_ids_BT, windows, dtype)
         return (found,) if found else ()

@@ -38,7 +38,7 @@ def _sharded(_machine: Machine, config: RunConfig) -> str | None:
         return None
     return (
         "Checkpoints do not support sharded or offloaded 8-bit moments: remove parallel.shard, "
-        "parallel.tensor and parallel.offload, or adamw-8bit."
+        "parallel.tensor, parallel.pipeline and parallel.offload, or adamw-8bit."
     )
 
 

@@ -22,8 +22,8 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     replicate = config.parallel.replicate
     if config.parallel.is_sharded:
         return (
-            "parallel.shard, parallel.tensor and parallel.offload move tensors inside the model, "
-            "where no graph can be recorded."
+            "parallel.shard, parallel.tensor, parallel.pipeline and parallel.offload move tensors "
+            "inside the model, where no graph can be recorded."
         )
     if replicate != "auto" and replicate > 1:
         return (

@@ -10,7 +10,7 @@ from flatout.hardware.machine import Machine
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if config.parallel.per_row > 1:
-        return "Processes that share rows or layers divide rows of data.seq_len tokens."
+        return "Processes with the same rows divide rows or batches of data.seq_len tokens."
     if config.data.mix is None:
         return None
     return "A mix counts its shares in sequences of data.seq_len, not in documents."

@@ -31,7 +31,7 @@ def record(run: Run, request: RunRequest, summary: JsonObject, cached_s: float) 
         run.mesh.world_size,
         is_busy=on_cpu and run.mesh.world_size == 1 and others > BUSY_CORES,
         tokens_per_s=rate,
-        flops_per_token=float(run.core.flops_per_token(run.config.data.seq_len).causal_exact),
+        flops_per_token=run.flops_per_token(run.config.data.seq_len),
         beside_s=summary["wall_s"] - (summary["tokens"] + scored / EVALUATION_COST) / rate,
         cached_s=cached_s,
     )

@@ -22,6 +22,7 @@ from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.distributed.launch import num_processes
 from flatout.distributed.mesh import make_mesh
+from flatout.distributed.pipeline import completed
 from flatout.distributed.rendezvous import (
     connect,
     disconnect,
@@ -206,7 +207,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
         try:
             warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
-            stop.waits_for = "the micro-batch or save in progress"
+            unit = "step" if mesh.pipeline > 1 else "micro-batch"
+            stop.waits_for = f"the {unit} or save in progress"
             fit(session)
             require_good_steps(run, log, flush=True)
             if run.evaluation_due or (run.step < run.last_step and not ends_early(run)):
@@ -341,7 +343,8 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
     """
     folder, config = run.folder, run.config.checkpoint
     with writing_run(folder):
-        num_saved = sum(tensor.numel() for tensor in weights_of(run).values())
+        with completed(run.core):
+            num_saved = sum(tensor.numel() for tensor in weights_of(run).values())
         most = most_at_once(config, run.last_step, run.steps_per_epoch)
         needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most
         layout.require_free_disk(folder, needed_bytes)
@@ -351,11 +354,6 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
             layout.write_config(folder, plan.stored, requested=plan.requested)
         if plan.is_new:
             keep_text_format(run.dataset, folder, progress=progress)
-
-
-def num_parameters(run: Run) -> int:
-    """Return the number of weights in the run's model."""
-    return sum(parameter.numel() for parameter in run.core.parameters())
 
 
 def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
@@ -381,7 +379,7 @@ def log_start(
         last_step=run.last_step,
         epochs=request.config.train.epochs,
         init_from=run.config.train.init_from,
-        parameters=num_parameters(run),
+        parameters=run.num_parameters(),
         machine=run.machine.describe(),
         device=str(run.mesh.device),
         device_reason=request.device_reason,
@@ -391,7 +389,7 @@ def log_start(
         environment=environment_of(run),
     )
     if run.base is not None:
-        trained, whole = sum(p.numel() for p in run.trained()), num_parameters(run)
+        trained, whole = sum(p.numel() for p in run.trained()), run.num_parameters()
         log.event("lora", base=run.base["path"], digest=run.base["digest"], trained=trained)
         log.progress.say(
             f"LoRA: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}). The "

@@ -140,12 +140,13 @@ def looks_of(run: Run) -> dict[str, Look]:
     """
     run.core.state_dict()  # frees weights that fully_shard has gathered, as after an evaluation
     named: dict[str, Tensor] = dict(run.core.named_parameters()) | optimizer_tensors(run)
+    stage = run.mesh.rank * run.mesh.pipeline // run.mesh.world_size
     places: list[tuple[str, str]] = []
     sums: list[Tensor] = []
     norms: list[Tensor] = []
     for name in sorted(named):
         for part in parts_of(named[name].detach()):
-            places.append((name, place_of(named[name])))
+            places.append((name, f"{stage} {place_of(named[name])}"))
             whole = torch.view_as_real(part) if part.is_complex() else part
             flat = whole.reshape(-1)
             if int(flat.storage_offset()) * flat.element_size() % 8:  # words would not be aligned

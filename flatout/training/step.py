@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.distributed.pipeline import Pipeline
 from flatout.distributed.tensor import cut_dim, is_shared, local
 from flatout.optim.loss_scale import SMALLEST
 from flatout.optim.schedule import factor
@@ -80,8 +81,8 @@ def train_step(
     number of valid tokens is known only at the end, when `correct_gradients` substitutes it. The
     result therefore does not depend on how the step is divided into micro-batches and ranks.
 
-    `drop` is called before every micro-batch but the first. `phase` returns a context that
-    times forward, backward or optimizer.
+    `drop` is called before every micro-batch but the first, except in a pipeline. `phase` returns a
+    context that times forward (with backward, in a pipeline), backward or optimizer.
     Raises: Dropped when it returns True. Gradients are cleared, and persistent buffers, which
             forward passes may change, have their values from before the step again.
     """
@@ -92,7 +93,12 @@ def train_step(
     run.guard.begin()
     loss_sum = torch.zeros((), device=run.mesh.device)
     num_valid = torch.zeros((), device=run.mesh.device)
-    for number, micro in enumerate(batch.micro_batches(), 1):
+    scale, micro_batches = loss_scale / run.tokens_per_step, batch.micro_batches()
+    if isinstance(run.model, Pipeline):
+        run.pulse.beat()
+        with phase("forward"):
+            loss_sum, num_valid = run.model.step([*micro_batches], scale)  # none are left
+    for number, micro in enumerate(micro_batches, 1):
         run.pulse.beat()
         if number > 1 and drop is not None and drop(run, number):
             run.parts.zero_grad(run.trained())
@@ -106,7 +112,7 @@ def train_step(
                     micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
                 )
             with phase("backward"):
-                (micro_loss * (loss_scale / run.tokens_per_step)).backward()
+                (micro_loss * scale).backward()
         loss_sum += micro_loss.detach()
         num_valid += micro_valid
         del micro_loss  # and its graph, before the next forward pass
@@ -154,21 +160,21 @@ def set_learning_rate(run: Run) -> float:
 def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     """Rescale gradients to the mean loss per valid token and clip them, and return their norm.
 
-    DDP and fully_shard average over the ranks that do not share layers, so the factor is their
-    number times nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the
-    gradients.
+    DDP and fully_shard average over the ranks with the same weights, so the factor is their number
+    times nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the gradients.
 
     Shapes:  num_valid and the norm are 0-D. The norm is NaN when num_valid is 0.
     """
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
-    ranks = run.mesh.world_size // run.mesh.tensor
+    ranks = run.mesh.world_size // (run.mesh.tensor * run.mesh.pipeline)
     correction = ranks * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
     parts = [local(gradient) for gradient in gradients]
-    if run.core.split is not None:
+    if run.mesh.tensor * run.mesh.pipeline > 1:
         is_whole = [cut_dim(gradient) is None for gradient in gradients]
         whole = list(compress(parts, is_whole))
         cut = list(compress(parts, map(not_, is_whole)))
-        run.core.split.add_parts(whole)
+        if run.core.split is not None:
+            run.core.split.add_parts(whole)
         squares = [torch.nn.utils.get_total_norm(each).square() for each in (cut, whole)]
         (total,) = run.mesh.sum(squares[0] + squares[1] / run.mesh.tensor)  # equal on those ranks
         norm = (total / run.mesh.replicate).sqrt()

@@ -14,6 +14,7 @@ from torch import Tensor
 from flatout.assembly.choices import Decision, speedup_named
 from flatout.assembly.compiling import mark_as_cached, undo
 from flatout.assembly.run import Run
+from flatout.distributed.pipeline import Pipeline
 from flatout.training.metrics.log import Log
 from flatout.training.signals import StopRequests, WorkInterrupted
 
@@ -113,12 +114,13 @@ def _passes(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Iterator[Callab
     """
 
     def train(rows: int, seq_len: int) -> None:
-        _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
+        for result in _results(run, rows, seq_len):
+            result.backward(torch.ones_like(result))  # type: ignore[no-untyped-call]
 
     def evaluate(rows: int, seq_len: int) -> None:
         run.core.eval()
         with torch.no_grad():
-            _loss(run, rows, seq_len)
+            list(_results(run, rows, seq_len))
 
     for shape in run.loader.shapes:
         yield from [partial(train, *shape)] * PASSES
@@ -140,8 +142,8 @@ def _attempt(work: Callable[[], object], stop: StopRequests | None) -> Exception
     return None
 
 
-def _loss(run: Run, rows: int, seq_len: int) -> Tensor:
-    """Return the loss on dummy tokens.
+def _results(run: Run, rows: int, seq_len: int) -> Iterator[Tensor]:
+    """Yield the loss on dummy tokens, or the results of the stages of this rank.
 
     Inputs and targets are distinct tensors, as in training: the compiler guards on identity.
     """
@@ -151,6 +153,9 @@ def _loss(run: Run, rows: int, seq_len: int) -> Tensor:
     doc_ids_BT = None
     if run.config.data.document_mask:
         doc_ids_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
+    if isinstance(run.model, Pipeline):
+        yield from run.model.results(tokens_BT, targets_BT, doc_ids_BT)
+        return
     with run.autocast():
         loss_sum, _ = run.core(tokens_BT, targets_BT, doc_ids_BT)
-    return loss_sum  # type: ignore[no-any-return]
+    yield loss_sum

@@ -10,6 +10,10 @@ UNDER_TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
+PIPELINE = "plan my.yaml parallel.pipeline=2"
+INTERLEAVED, ONE_ROW = "parallel.pipeline_schedule=interleaved", "batch.rows_per_device=1"
+
+
 CASES = [
     Case(
         "a GPU recipe on a machine without one",
@@ -24,6 +28,35 @@ CASES = [
         ("Remove train.device",),
         lambda w: w.patch.setattr("torch.backends.mps.is_available", lambda: False),
     ),
+    *table(f"""
+a pipeline of a tied embedding
+    {PIPELINE} model.num_layers=2 {ONE_ROW}
+    parallel.pipeline=2 | the last one the head -> model.tied_head=false
+a pipeline of fewer blocks
+    {PIPELINE} model.tied_head=false {ONE_ROW}
+    model.num_layers=1 | 2 stages | parallel.pipeline=2 -> model.num_layers=2
+a pipeline whose stages do not divide the blocks
+    {PIPELINE} {INTERLEAVED} model.num_layers=6 model.tied_head=false {ONE_ROW}
+    model.num_layers=6 | 4 stages -> model.num_layers=8
+a pipeline with an odd number of micro-batches
+    {PIPELINE} {ONE_ROW} batch.tokens_per_step=96
+    multiple of parallel.pipeline=2 | has 3 -> batch.accumulate=4
+a pipeline with LoRA
+    {PIPELINE} batch.rows_per_device=2 lora.rank=2 train.init_from=runs/first
+    parallel.pipeline=2 | lora.rank=2 -> Remove one
+a pipeline in host memory
+    {PIPELINE} parallel.offload=cpu
+    parallel.pipeline=2 | parallel.offload=cpu -> Remove one
+a pipeline with length buckets
+    {PIPELINE} speedups=auto,+length-buckets model.num_layers=2 model.tied_head=false {ONE_ROW}
+    length-buckets -> Remove
+a schedule that does not exist
+    {PIPELINE} parallel.pipeline_schedule=zero-bubble
+    parallel.pipeline_schedule | 1f1b -> interleaved
+a schedule without a pipeline
+    train my.yaml parallel.pipeline_schedule=interleaved
+    parallel.pipeline_schedule=interleaved | no effect -> Set parallel.pipeline
+"""),
     *table("""
 a GPU that does not exist
     train my.yaml train.device=cuda:7

@@ -34,9 +34,9 @@ def model_of(keys):
     """Return a model in float64, with random weights everywhere."""
     common = {"vocab_size": VOCABULARY, "num_layers": 2, "d_model": 16, "num_heads": 4}
     if "num_eigenstates" in keys:
-        kind, config = Eigenstate, EigenstateConfig(**common, **keys)
+        kind, config = Eigenstate, EigenstateConfig(**common | keys)
     else:
-        kind, config = Transformer, TransformerConfig(**common, **keys)
+        kind, config = Transformer, TransformerConfig(**common | keys)
     torch.manual_seed(3)
     model = kind(kind.fitted(config, TOKENS), Ops.plain()).double()
     with torch.no_grad():

@@ -46,6 +46,12 @@ def shared(keys, mesh):
     mesh.share_layers(model, seq_len=TOKENS)
     cuts = model.tensor_cuts()
     wrapped = wrap(model, mesh)
+    fill(model, plain, cuts)
+    return wrapped, cuts
+
+
+def fill(model, plain, cuts):
+    """Allocate a divided model, with the weights of one in one process."""
     model.to_empty(device="cpu")
     for module in model.modules():
         if hasattr(module, "_tables"):
@@ -57,7 +63,6 @@ def shared(keys, mesh):
             for offset, part in boxes_of(parameter, cuts.get(key)):
                 box = (slice(a, a + n) for a, n in zip(offset, part.shape, strict=True))
                 part.copy_(weights[key][tuple(box)])
-    return wrapped, cuts
 
 
 def main(report):

@@ -96,6 +96,20 @@ SHARED_LAYERS = {
     "hsdp": (4, (*LLAMA, *MUON), ("parallel.tensor=2", "parallel.replicate=2")),
     "fully-shard": (4, EIGENSTATE, ("parallel.tensor=2", "parallel.shard=2")),
 }
+STAGES = ("model.tied_head=false", "model.num_layers=4")
+PIPELINES = {
+    "pipeline": (2, (*STAGES, "optim.kind=muon"), ("parallel.pipeline=2",)),
+    "interleaved": (
+        4,
+        (*STAGES, *EIGENSTATE, "optim.lr=0.002"),  # at 0.01 shards alone differ by 3e-5
+        ("parallel.pipeline=2", "parallel.pipeline_schedule=interleaved", "parallel.shard=2"),
+    ),
+    "pipeline-tensor": (
+        4,
+        (*STAGES, *LLAMA, *MUON),
+        ("parallel.pipeline=2", "parallel.tensor=2"),
+    ),
+}
 
 
 @pytest.mark.quick_cases("ddp-transformer", "fully-shard-eigenstate")
@@ -112,12 +126,12 @@ def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh
         ), name
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("mesh", SHARED_LAYERS)
-def test_processes_that_share_layers_have_the_losses_of_one_and_continue_each_other(
+@pytest.mark.quick_cases("pipeline")
+@pytest.mark.parametrize("mesh", SHARED_LAYERS | PIPELINES)
+def test_processes_that_share_the_model_have_the_losses_of_one_and_continue_each_other(
     recipe, tmp_path, mesh, losses
 ):
-    count, keys, parallel = SHARED_LAYERS[mesh]
+    count, keys, parallel = (SHARED_LAYERS | PIPELINES)[mesh]
     keys = ("model.vocab_size=260", *keys, "checkpoint.every_steps=4", "checkpoint.keep=9")
     config, folders = load_config(recipe, keys), [tmp_path / name for name in "abcd"]
     run_training(config, folders[0])

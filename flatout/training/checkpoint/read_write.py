@@ -27,7 +27,7 @@ from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Entry, read_index
 from flatout.training.checkpoint.state import STATE, StateItem
-from flatout.training.checkpoint.weights import cuts_of
+from flatout.training.checkpoint.weights import cuts_of, is_elsewhere
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -63,7 +63,8 @@ def _prepare(
     run: Run, checkpoint: Path
 ) -> tuple[dict[str, Entry], JsonObject, list[StateItem], dict[str, Tensor]]:
     """Return the index, the state, the items to restore, and the tensors to fill, allocated."""
-    index = read_index(checkpoint).tensors
+    stored = read_index(checkpoint).tensors.items()
+    index = {name: entry for name, entry in stored if not is_elsewhere(run, name)}
     state = read_json(checkpoint / catalog.STATE)
     items: list[StateItem] = []
     targets: dict[str, Tensor] = {}

@@ -30,7 +30,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
 from flatout.training.checkpoint.catalog import INFO, Entry, prune
 from flatout.training.checkpoint.host_copy import Files, HostCopy, bytes_of
-from flatout.training.checkpoint.state import STATE
+from flatout.training.checkpoint.state import STATE, join_values, optimizer_value
 from flatout.training.checkpoint.weights import cuts_of, weights_and_aliases
 
 if TYPE_CHECKING:
@@ -287,7 +287,9 @@ class Snapshot:
     entries: Mapping[str, Entry]
     """Index entries of the tensors."""
     documents: dict[str, JsonObject]
-    """The JSON files on rank 0, whose index.json lacks the tensors."""
+    """The JSON files on rank 0, whose index.json lacks the tensors. In a pipeline, `optimizer` has
+    the values of another part, on its first rank.
+    """
     is_copied: bool = False
     """Whether the tensors are copies, so that the run may change meanwhile."""
 
@@ -298,11 +300,12 @@ def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> S
     Raises: CheckpointError when the state contains something that a checkpoint cannot store.
     """
     rank, world_size = run.mesh.rank, run.mesh.world_size
+    per_part = world_size // run.mesh.pipeline  # ranks that have the same tensors
     tensors: dict[str, dict[str, Tensor]] = {}
     entries: dict[str, Entry] = {}
     buffers: set[str] = set()
     for item in STATE:
-        mine = slices.owned(item.tensors(run), rank=rank, world_size=world_size)
+        mine = slices.owned(item.tensors(run), rank=rank % per_part, world_size=per_part)
         if mine:
             cuts = cuts_of(run.core, mine)
             file = f"{item.prefix.rstrip('/')}-{rank:05d}.safetensors"
@@ -325,6 +328,8 @@ def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> S
         }
         if info is not None:
             documents[INFO] = info
+    elif rank % per_part == 0:
+        documents["optimizer"] = optimizer_value(run)
     return Snapshot(rank, world_size, tensors, frozenset(buffers), entries, documents)
 
 
@@ -337,7 +342,9 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
         sync(path)
         files[name] = entry_of(path).model_dump()
     entries = {name: entry.model_dump() for name, entry in snapshot.entries.items()}
-    _write(_share(temporary, snapshot.rank), {"tensors": entries, "files": files})
+    value = snapshot.documents.get("optimizer")
+    share = {"tensors": entries, "files": files, "optimizer": value}
+    _write(_share(temporary, snapshot.rank), share)
 
 
 def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> None:
@@ -352,6 +359,8 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
         for share in shares
     )
     index = {"tensors": {name: entry.model_dump() for name, entry in tensors.items()}}
+    value = snapshot.documents[catalog.STATE]["values"]["optimizer"]
+    join_values(value, [share["optimizer"] for share in shares if share["optimizer"]])
     for path in paths:
         path.unlink()
     files = {name: of_file for share in shares for name, of_file in share["files"].items()}

@@ -6,7 +6,7 @@ the learning rate is a pure function of the step, the data order one of the seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from flatout.storage.json_io import JsonObject
 from flatout.storage.streams import shortened
 from flatout.training.checkpoint.catalog import Entry
 from flatout.training.checkpoint.tensors import dtype_of, empty
-from flatout.training.checkpoint.weights import parameter_names, weights_of
+from flatout.training.checkpoint.weights import is_elsewhere, parameter_names, weights_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -132,6 +132,15 @@ def optimizer_value(run: Run) -> JsonObject:
     return {"scalars": scalars, "on_cpu": on_cpu, "groups": groups}
 
 
+def join_values(value: JsonObject, others: Iterable[JsonObject]) -> None:
+    """Add the values of other parts of a pipeline to those of the first one, in place."""
+    for other in others:
+        value["scalars"] |= other["scalars"]
+        value["on_cpu"] += other["on_cpu"]
+        for groups, more in zip(value["groups"], other["groups"], strict=True):
+            groups += more
+
+
 def _numbers(group: JsonObject) -> JsonObject:
     """Return a group's numbers, without switches such as `fused`, which are not state."""
     found = {}
@@ -157,7 +166,8 @@ def optimizer_targets(run: Run, index: Mapping[str, Entry], value: JsonObject) -
     ]
     names = parameter_names(run)
     parameters = [{names[p]: p for p in members if p in names} for members in groups]
-    keys = [*value["scalars"], *(name for name in index if name.startswith(PREFIX))]
+    scalars = (key for key in value["scalars"] if not is_elsewhere(run, key))
+    keys = [*scalars, *(name for name in index if name.startswith(PREFIX))]
     stored = {key: _target_of(key, parameters) for key in keys}
     _require_same_moments(run, list(stored.values()))
     for optimizer in run.optimizers:
@@ -240,17 +250,20 @@ def restore_groups(run: Run, value: JsonObject) -> None:
     names = parameter_names(run)
     for number, optimizer in enumerate(run.optimizers):
         stored = {
-            frozenset(group["parameters"]): group["numbers"] for group in value["groups"][number]
+            name: group["numbers"]
+            for group in value["groups"][number]
+            for name in group["parameters"]
         }
         for group in optimizer.param_groups:
-            members = frozenset(names[p] for p in group["params"])
-            if members not in stored:
+            members = {names[p] for p in group["params"]}
+            first, *others = [stored.get(name) for name in members]
+            if first is None or any(other != first for other in others):
                 raise CheckpointError(
                     f"Optimizer {number} does not group {shortened(sorted(members), 3)} as the "
                     "checkpoint does.",
                     fix="Resume with the optimizer that wrote it.",
                 )
-            for key, saved in stored[members].items():
+            for key, saved in first.items():
                 if key in STATED:
                     continue
                 if isinstance(group.get(key), Tensor):

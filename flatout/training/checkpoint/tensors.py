@@ -40,7 +40,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors whose local part this rank writes.
+    """Return the tensors whose local part this rank writes, of `world_size` that have them.
 
     Each byte of each tensor is written by exactly one rank: the ranks with equal copies of DTensor
     parts take turns, and whole tensors, which every rank has, are distributed by size.

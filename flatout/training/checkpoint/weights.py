@@ -59,13 +59,19 @@ def cuts_of(core: LanguageModel, names: Iterable[str]) -> dict[str, Cut]:
     if getattr(core, "split", None) is None:
         return {}
     cuts = {plain_name(name): cut for name, cut in core.tensor_cuts().items()}
-    found = {}
-    for name in names:
-        kind, own = name.split("/", 1)
-        weight = own if kind == "model" else own.split("/", 1)[1].rpartition("/")[0]
-        if weight in cuts:
-            found[name] = cuts[weight]
-    return found
+    return {name: cuts[weight] for name in names if (weight := weight_of(name)) in cuts}
+
+
+def weight_of(name: str) -> str:
+    """Return the name of the weight that a tensor of a checkpoint is, or whose state it is."""
+    kind, own = name.split("/", 1)
+    return own if kind == "model" else own.split("/", 1)[1].rpartition("/")[0]
+
+
+def is_elsewhere(run: Run, name: str) -> bool:
+    """Return whether only other ranks of a pipeline have a tensor of a checkpoint."""
+    others = getattr(run.core, "elsewhere", ())
+    return any(weight_of(name).startswith(f"{module}.") for module in others)
 
 
 def initial_weights(core: nn.Module) -> dict[str, Tensor]:

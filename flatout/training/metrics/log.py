@@ -102,7 +102,7 @@ class Log:
         self._pending: dict[int, PendingRecord] = {}
         self.clock = StepClock(run.mesh.device)
         """Entered around `train_step`."""
-        self._flops_per_token = functools.cache(run.core.flops_per_token)
+        self._flops_per_token = functools.cache(run.flops_per_token)
         """Cached by row length."""
         self.last_result: StepResult | None = None
         """The metrics of the last step, still on the device."""
@@ -148,7 +148,7 @@ class Log:
         interval.wait_s += 1e-3 * batch.wait_ms
         interval.tokens += batch.tokens
         interval.samples += batch.samples
-        interval.flops += batch.tokens * float(self._flops_per_token(batch.seq_len).causal_exact)
+        interval.flops += batch.tokens * self._flops_per_token(batch.seq_len)
         self.last_result = result
         interval.blocked_s += run.guard.waited_s
         if result.skipped:
