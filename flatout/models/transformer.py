@@ -503,7 +503,8 @@ class Transformer(EmbeddingModel):
         Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
         """
         windows = map(self.config.window_of, range(self.config.num_layers))
-        weight = next(self.parameters())
+        # not the embedding's, which a rank of a pipeline may not have
+        weight: Any = self.layers[0].mlp_norm.weight  # type: ignore[union-attr]
         dtype = product_dtype(weight, weight)
         found = masks(self.ops.attention, tokens_BT, doc_ids_BT, windows, dtype)
         return (found,) if found else ()

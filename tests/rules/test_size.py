@@ -16,7 +16,7 @@ ROOMS = {
     "data": 58_240,
     "training": 55_063,
     "cli": 24_210,
-    "models": 22_585,
+    "models": 22_589,
     "assembly": 16_965,
     "config": 10_295,
     "ops": 14_020,

@@ -258,11 +258,11 @@ def own_launch(recipe, folder, *overrides):
 
 
 @pytest.fixture
-def endless(recipe, tmp_path):
+def endless(recipe, tmp_path, request):
     """Start an endless run of two processes, and return it, its directory and both processes."""
-    folder = tmp_path / "endless"
+    folder, overrides = tmp_path / "endless", getattr(request, "param", ())
     launcher = own_launch(
-        recipe, folder, "train.steps=1000000", "train.eval_every=0", "log.every=1"
+        recipe, folder, "train.steps=1000000", "train.eval_every=0", "log.every=1", *overrides
     )
     ranks = []
     try:
@@ -296,8 +296,18 @@ def test_train_devices_starts_the_processes(recipe, tmp_path, events, losses, ot
     assert start["world_size"] == 2
 
 
+PIPELINE = (*STAGES, "parallel.pipeline=2")
+
+
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.faults)]
+    ("endless", "number"),
+    [
+        ((), signal.SIGINT),
+        pytest.param((), signal.SIGTERM, marks=pytest.mark.faults),
+        pytest.param(PIPELINE, signal.SIGTERM, marks=pytest.mark.faults),
+    ],
+    indirect=["endless"],
+    ids=["INT", "TERM", "pipeline"],
 )
 def test_a_signal_to_the_launcher_saves_and_stops_the_run(endless, number):
     launcher, folder, ranks = endless
@@ -310,6 +320,7 @@ def test_a_signal_to_the_launcher_saves_and_stops_the_run(endless, number):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("endless", [(), PIPELINE], indirect=True, ids=["ddp", "pipeline"])
 def test_a_killed_rank_ends_the_run_and_is_named(endless):
     launcher, _, ranks = endless
     ranks[1].kill()
