@@ -203,9 +203,10 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
     parallel, exist = workload.parallel, workload.gradients_stay or accumulate > 1
     shards, is_sharded, stages = parallel.shard, parallel.is_sharded, parallel.pipeline
     whole = replace(workload, parallel=ParallelConfig(tensor=parallel.tensor), gathers=None)
+    shape = workload.model_config.model_dump()
     if stages > 1:
-        layers = workload.model_config.model_dump()["num_layers"] // stages
-        fewer = workload.model_config.model_copy(update={"num_layers": layers})
+        shape["num_layers"] //= stages
+        fewer = type(workload.model_config)(**shape)
         whole, exist = replace(whole, model_config=fewer), False
     traced = gathered = _trace(whole, rows, exist)
     model, embedding, head = traced.model, traced.embedding, traced.head
@@ -239,9 +240,11 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
     else:
         moments = list(_micro_batch(traced, begin))
     if stages > 1:  # gradients add up, whole and in fp32, until the end of the step
-        in_flight = stages if parallel.num_stages == stages else 1.5 * stages
-        summed = 4 * sum(map(Tensor.numel, trained))
-        kept = int((min(in_flight, accumulate) - 1) * activations)
+        each, summed = parallel.num_stages // stages, 4 * sum(map(Tensor.numel, trained))
+        in_flight = min(stages * (1 + each) / 2, accumulate)
+        tokens = accumulate * rows * workload.seq_len // parallel.tensor
+        # torch has room for the hidden states of all micro-batches, and for their gradients
+        kept = int((in_flight - 1) * activations) + 8 * each * tokens * shape["d_model"]
         moments = [
             replace(one, gradients=one.gradients + summed, activations=one.activations + kept)
             for one in moments

@@ -135,13 +135,10 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     if offloads and ranks.world_size == 1:
         connect_alone(own)
     if config.is_sharded:
-        sizes = {"replicate": layout.replicate, "shard": config.shard}
-        if config.pipeline > 1:
-            sizes = {"pipeline": config.pipeline, **sizes}
-        if config.tensor > 1:
-            sizes[TENSOR] = config.tensor
-        shape, names = tuple(sizes.values()), tuple(sizes)
-        device_mesh = init_device_mesh(own.type, shape, mesh_dim_names=names)
+        shape = (config.pipeline, layout.replicate, config.shard, config.tensor)
+        names = ("pipeline", "replicate", "shard", TENSOR)
+        first, end = int(config.pipeline == 1), 4 if config.tensor > 1 else 3
+        device_mesh = init_device_mesh(own.type, shape[first:end], mesh_dim_names=names[first:end])
     group = None
     if config.context > 1:
         group = init_device_mesh(

@@ -62,7 +62,7 @@ def completed(model: Any) -> Iterator[None]:
         _put(model, dict.fromkeys(model.elsewhere))
 
 
-def _put(model: nn.Module, modules: Mapping[str, nn.Module | None]) -> None:
+def _put(model: nn.Module, modules: Mapping[str, Any]) -> None:
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
         model.get_submodule(parent)._modules[last] = module
@@ -136,9 +136,9 @@ class Pipeline(nn.Module):
         self.model, self.stages, self._mesh = model, stages, mesh
         self._group = mesh.device_mesh.get_group("pipeline")
         self._schedule: Any = None
-        self._results: list[tuple[Tensor, Tensor]] = []
+        self._results: list[Any] = []
 
-    def forward(self, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, *arguments: Tensor | None) -> Any:
         """Return the result of the model from the last stage, and zeros from ranks without it.
 
         It has no backward pass.
@@ -185,14 +185,14 @@ class Pipeline(nn.Module):
         scales = torch.full((count,), scale, device=device)
         self._schedule.step(**named, target=scales, return_outputs=False)
         # the first of a run infers shapes
-        results: Any = self._results[-count:] or torch.zeros(1, 2, device=device)
+        results = self._results[-count:] or torch.zeros(1, 2, device=device)
         return [torch.stack(each).sum() for each in zip(*results, strict=True)]
 
     def _new_schedule(self, count: int) -> Any:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        def loss(result: tuple[Tensor, Tensor], scale: Tensor) -> Tensor:
+        def loss(result: Any, scale: Tensor) -> Any:
             self._results.append((result[0].detach(), result[1].to(result[0])))
             return result[0] * scale[0]
 

@@ -207,8 +207,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
         try:
             warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
-            unit = "step" if mesh.pipeline > 1 else "micro-batch"
-            stop.waits_for = f"the {unit} or save in progress"
+            work = "step" if mesh.pipeline > 1 else "micro-batch"
+            stop.waits_for = f"the {work} or save in progress"
             fit(session)
             require_good_steps(run, log, flush=True)
             if run.evaluation_due or (run.step < run.last_step and not ends_early(run)):

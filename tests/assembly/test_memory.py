@@ -276,6 +276,25 @@ def test_shards_split_weights_gradients_and_optimizer():
     assert half.peak.transient > whole.peak.transient
 
 
+def test_a_process_of_a_pipeline_has_its_blocks_and_several_micro_batches():
+    whole = workload(num_layers=4, tied_head=False)
+    parameters = dict(real(whole, 1)[0].named_parameters())
+    sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
+    ends = sum(size for name, size in sizes.items() if "blocks" not in name)
+    blocks, ours = sum(sizes.values()) - ends, sizes["token_embedding.weight"]
+    alone = estimate(whole, 2, 8)
+    for stages in (2, 4):
+        work = replace(whole, parallel=ParallelConfig(pipeline=stages))
+        found, few = estimate(work, 2, 8), estimate(work, 2, stages)
+        assert found.gradients == blocks // stages + ours
+        assert found.optimizer == 2 * found.gradients
+        assert found.peak.gradients >= found.gradients, "until the end of the step"
+        # stages times the activations of 1 / stages of the blocks
+        assert found.peak.activations > 0.9 * alone.peak.activations
+        hidden = 2 * 2 * 4 * whole.seq_len * whole.model_config.d_model
+        assert found.peak.activations - few.peak.activations == hidden * (8 - stages)
+
+
 def test_offload_moves_the_state_to_the_host_and_leaves_two_blocks():
     whole = estimate(workload(num_layers=8), 1)
     work = replace(workload(num_layers=8), parallel=ParallelConfig(offload="cpu"))

@@ -40,8 +40,10 @@ WEIGHT_BYTES = 14
 """Bytes per weight that a micro-batch of any size moves: 6 to round it to bf16, 4 to read that in
 both passes, 4 to write its gradient.
 """
-GATHERED, REDUCED = 2, 4
-"""Bytes per weight that are gathered, in bf16, and per gradient that are reduced, in fp32."""
+GATHERED, REDUCED, HIDDEN = 2, 4, 4
+"""Bytes per weight that are gathered, in bf16, per gradient that are reduced, in fp32, and per
+component of hidden states between the stages of a pipeline, in fp32.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,19 @@ class GpuTime:
     """Seconds in which processes that share layers exchange hidden states, while nothing else
     runs.
     """
+    idle: float = 0.0
+    """Share of the other times that a process of a pipeline waits at the start and the end."""
 
     @property
     def step_s(self) -> float:
         """Seconds of a step: communication is hidden behind computing as far as that goes."""
-        compute_s = self.compute_s + self.layers_s
+        compute_s = (self.compute_s + self.layers_s) * (1 + self.idle)
         return max(compute_s, sum(self.communication_s.values())) + self.host_s
 
     def describe(self) -> str:
         """Return what the time was predicted from."""
         parts = {"computing": self.compute_s, "shared layers": self.layers_s}
+        parts["waiting in the pipeline"] = self.idle * sum(parts.values())
         parts |= {f"{name} meanwhile": value for name, value in self.communication_s.items()}
         parts["AdamW on the CPU"] = self.host_s
         texts = [f"{1e3 * value:.0f} ms of {name}" for name, value in parts.items() if value]
@@ -95,7 +100,7 @@ def gpu_time(
     width = next((each.shape[1] for name, each in named if kinds[name] == "embedding"), None)
     if row is None or peak is None or width is None:
         return None
-    seq_len, parallel = config.data.seq_len, config.parallel
+    seq_len, parallel, stages = config.data.seq_len, config.parallel, config.parallel.pipeline
     products = float(model.flops_per_token(1).causal_exact)
     attention = float(model.flops_per_token(seq_len).causal_exact) - products
     again = 1 + max((RECOMPUTED.get(name, 0.0) for name in speedups), default=0.0)
@@ -105,6 +110,8 @@ def gpu_time(
         """Return the value for this generation of GPUs, or for the newest."""
         return figures.get(generation, figures[max(figures)])
 
+    heads = (each.numel() for name, each in model.named_parameters() if kinds[name] == "head")
+    products += (stages - 1) * 6 * sum(heads)  # all wait for the last stage, which has the head
     rate = 1e12 * peak.value * newest(MATMUL_SHARE)
     layers = len(model.layers)
     moved = MOVED_BYTES["compile" in speedups] * layers * width
@@ -113,10 +120,11 @@ def gpu_time(
     token_s += moved / bandwidth
     tokens = (config.batch.tokens_per_step or 0) / world_size
     accumulate = config.batch.accumulate or 1
-    tensor = parallel.tensor
-    weights = sum(parameter.numel() for parameter in model.parameters()) / tensor
-    shard, copies = parallel.shard, world_size // (parallel.shard * tensor)
-    gathers = accumulate * (2 if parallel.reshard else 1)
+    tensor, shard, copies = parallel.tensor, parallel.shard, world_size // parallel.unit
+    weights = sum(parameter.numel() for parameter in model.parameters()) / (tensor * stages)
+    # a pipeline reduces gradients once per step, and gathers weights once that it then keeps
+    reductions = accumulate if stages == 1 else 1
+    gathers = 2 * accumulate if parallel.reshard else reductions
 
     def seconds(num_bytes: float, span: int) -> float:
         """Return the time to exchange bytes in groups that span this many consecutive GPUs."""
@@ -130,10 +138,13 @@ def gpu_time(
     if shard > 1:
         part = (shard - 1) / shard * weights
         exchanged["gathering weights"] = seconds(gathers * GATHERED * part, shard * tensor)
-        exchanged["reducing gradients"] = seconds(accumulate * REDUCED * part, shard * tensor)
+        exchanged["reducing gradients"] = seconds(reductions * REDUCED * part, shard * tensor)
     if copies > 1:
         added = 2 * (copies - 1) / copies * REDUCED * weights / shard
-        exchanged["averaging gradients between replicas"] = seconds(added, world_size)
+        exchanged["averaging gradients between replicas"] = seconds(added, world_size // stages)
+    if stages > 1:
+        sent = 2 * HIDDEN * parallel.num_stages * tokens * width
+        exchanged["sending hidden states"] = seconds(sent, world_size)
     if parallel.context > 1:
         sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
         exchanged["sharing rows"] = seconds(sent, parallel.context)
@@ -150,4 +161,5 @@ def gpu_time(
         host_s = here * ADAMW_BYTES * weights / shard / (1e9 * HOST_MEMORY_GB_PER_S)
     else:
         weights_s += ADAMW_BYTES * weights / shard / bandwidth
-    return GpuTime(tokens * token_s + weights_s, exchanged, host_s, layers_s)
+    idle = (stages - 1) * stages / (parallel.num_stages * accumulate)
+    return GpuTime(tokens * token_s + weights_s, exchanged, host_s, layers_s, idle)

@@ -254,7 +254,7 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
     """Return arrangements of several processes, the fastest that fit first, unless one is set.
 
     Weights are sharded over none, a machine or all GPUs. Rows are shared where they are long,
-    layers inside a machine.
+    layers inside a machine. The model is divided where there are several machines.
     """
     if target.world_size == 1 or requested.parallel != ParallelConfig():
         return []
@@ -268,6 +268,11 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
         if 1 in (context, tensor) and (context * tensor == 1 or (shard > 1 and not shard % context))
         for sizes in [(shard // tensor, context, tensor)]
     ]
+    stages = (2, 4, 8, 16) if world > each else ()
+    for size, tensor, schedule in product(stages, {1, each}, ("1f1b", "interleaved")):
+        sizes = {"shard": world // (size * tensor), "tensor": tensor, "pipeline": size}
+        mesh: dict[str, Any] = {f"parallel.{key}": n for key, n in sizes.items() if n > 1}
+        tried.append(mesh | {"parallel.pipeline_schedule": schedule})
     found = [Alternative(**fields) for fields in target.alternatives(requested, tried)]
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
 
@@ -336,7 +341,7 @@ def target_machine(config: RunConfig, machine: str | None) -> tuple[Machine, str
     devices = config.train.devices or 1
     if devices == "all":
         devices = len(here.gpus) if device.startswith("cuda") else 1
-    return here, device, max(replicas * parallel.shard * parallel.tensor, devices)
+    return here, device, max(replicas * parallel.unit, devices)
 
 
 def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None, str | None]:

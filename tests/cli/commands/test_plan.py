@@ -65,6 +65,8 @@ def test_layers_that_processes_share_are_planned_for_as_many_processes(recipe):
     words = [*SMALL, "model.vocab_size=100", "train.device=cuda", "speedups=none"]
     assert plan(recipe, [*words, "parallel.tensor=2"]).world_size == 2
     assert plan(recipe, [*words, "parallel.tensor=2", "parallel.shard=4"]).world_size == 8
+    words += ["model.tied_head=false", "parallel.pipeline=2"]
+    assert plan(recipe, [*words, "parallel.tensor=2"]).world_size == 4
 
 
 def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
@@ -162,6 +164,10 @@ def test_a_mesh_is_chosen_for_several_machines(recipe):
     assert "gathering weights" in found.tokens_per_s_from or best.overrides[0].endswith("=1")
     assert " ".join(best.overrides) in found.summary()
     assert plan(recipe, [*words, "parallel.shard=16"], machine="2x8 A100").meshes == []
+    words += ["model.tied_head=false", "data.seq_len=1024", "batch.tokens_per_step=131072"]
+    best = plan(recipe, words, machine="2x8 A100, 1 Gb/s").meshes[0]
+    assert best.fits
+    assert "parallel.pipeline=2" in best.overrides, "the least traffic between the machines"
 
 
 @pytest.mark.thorough

@@ -21,13 +21,13 @@ SHAPE = (
 )
 
 
-def time(machine="8x H100", speedups=("compile",), **parallel):
+def time(machine="8x H100", speedups=("compile",), more=(), **parallel):
     """Return the predicted time of 8 rows of 1,024 tokens per GPU."""
     named = machine_named(machine)
     count = len(named.gpus)
     keys = [f"parallel.{name}={value}" for name, value in parallel.items()]
     tokens = 8 * 1024 * count // parallel.get("context", 1)
-    words = [*SHAPE, "data.seq_len=1024", f"batch.tokens_per_step={tokens}"]
+    words = [*SHAPE, "data.seq_len=1024", f"batch.tokens_per_step={tokens}", *more]
     config = load_config(None, [*words, *keys])
     return gpu_time(config, named, "bf16", world_size=count, speedups=speedups)
 
@@ -88,6 +88,29 @@ def test_shared_layers_exchange_hidden_states_while_nothing_else_runs():
     assert shared.step_s == pytest.approx(shared.compute_s + shared.layers_s)
     assert time("2x8 H100, 100 Gb/s", tensor=16).layers_s > 5 * shared.layers_s
     assert "ms of shared layers" in shared.describe()
+
+
+def test_a_pipeline_waits_at_the_start_and_the_end_of_a_step_and_for_the_head():
+    steps = ("batch.accumulate=16", "batch.rows_per_device=1", "model.tied_head=false")
+    alone, two = (time(more=steps, pipeline=size) for size in (1, 2))
+    four, halves = (
+        time(more=steps, pipeline=4, pipeline_schedule=name) for name in ("1f1b", "interleaved")
+    )
+    assert [one.idle for one in (alone, two, four, halves)] == [0, 1 / 16, 3 / 16, 3 / 32]
+    assert four.step_s == pytest.approx(four.compute_s * (1 + 3 / 16))
+    assert "ms of waiting in the pipeline" in four.describe()
+    assert "waiting" not in alone.describe()
+    # each stage but the last waits while that one computes the head, for all tokens of a GPU
+    head = 6 * 50304 * 1024 * 8 * 1024 / (0.5 * 989.5e12)
+    long = [time(more=steps[2:], pipeline=size).compute_s for size in (2, 4)]
+    assert long[1] - long[0] == pytest.approx(2 * head, rel=0.1)
+    sent = [one.communication_s["sending hidden states"] for one in (four, halves)]
+    assert sent[1] == 2 * sent[0]
+    kept, again = (time(more=steps, pipeline=2, shard=2, reshard=x) for x in ("false", "true"))
+    gathered = [one.communication_s["gathering weights"] for one in (kept, again)]
+    assert gathered[1] == pytest.approx(32 * gathered[0])
+    each = time(more=steps, shard=2).communication_s["reducing gradients"]
+    assert kept.communication_s["reducing gradients"] == pytest.approx(each / 16 / 2)
 
 
 @pytest.mark.parametrize(("kind", "grows"), [("transformer", True), ("eigenstate", False)])
