@@ -183,7 +183,10 @@ class Pipeline(nn.Module):
         self._results.clear()
         self._schedule = self._schedule or self._new_schedule(count)
         scales = torch.full((count,), scale, device=device)
-        self._schedule.step(**named, target=scales, return_outputs=False)
+        try:
+            self._schedule.step(**named, target=scales, return_outputs=False)
+        except RuntimeError as error:  # torch wraps the errors of stages
+            raise (error.__cause__ or error) from None
         # the first of a run infers shapes
         results = self._results[-count:] or torch.zeros(1, 2, device=device)
         return [torch.stack(each).sum() for each in zip(*results, strict=True)]

@@ -22,7 +22,7 @@ ROOMS = {
     "ops": 14_020,
     "inference": 8_350,
     "storage": 11_210,
-    "distributed": 8_224,
+    "distributed": 8_241,
     "optim": 5_710,
     "speedups": 3_990,
     "hardware": 3_272,

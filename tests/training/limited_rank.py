@@ -12,19 +12,19 @@ from flatout.cli.main import main
 from flatout.models.transformer import Transformer
 
 limited_rank, most_rows, since = map(int, sys.argv[1:4])
-forward, calls = Transformer.forward, 0
+through, calls = Transformer.through, 0
 
 
-def limited(self, tokens_BT, *more):
+def limited(self, blocks, hidden_BTD, tokens_BT, *more):
     global calls
     if torch.is_grad_enabled():
         calls += 1
         if calls > since and len(tokens_BT) > most_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-    return forward(self, tokens_BT, *more)
+    return through(self, blocks, hidden_BTD, tokens_BT, *more)
 
 
 if int(os.environ["RANK"]) == limited_rank:
-    Transformer.forward = limited
+    Transformer.through = limited
 sys.argv[1:] = sys.argv[4:]
 main()

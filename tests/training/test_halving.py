@@ -163,6 +163,24 @@ def test_two_processes_start_again_together_with_rows_that_fit(
 
 
 @pytest.mark.thorough
+def test_a_pipeline_starts_again_with_rows_that_fit(tiny_config, tmp_path, events):
+    """torch wraps the error of the stage in one of its own."""
+    config = tiny_config(
+        **AUTO,
+        batch__tokens_per_step=1024,
+        speedups="micro-batch",
+        model__tied_head=False,
+        parallel__pipeline=2,
+        train__devices=2,
+    )
+    assert two_processes(tmp_path, config, "run", 1, 2, 20) == 0, "in the second step"
+    (event,) = events(tmp_path / "run", "smaller_batch")
+    assert (event["rows_before"], event["rows_per_device"]) == (4, 2)
+    stored = read_config(tmp_path / "run").batch
+    assert (stored.rows_per_device, stored.accumulate) == (2, 32)
+
+
+@pytest.mark.thorough
 def test_two_processes_with_rows_of_the_user_end(tiny_config, tmp_path, events, capfd):
     config = tiny_config(train__devices=2, batch__rows_per_device=2)
     with pytest.raises(RunFailed):

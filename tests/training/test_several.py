@@ -147,6 +147,16 @@ def test_processes_that_share_the_model_have_the_losses_of_one_and_continue_each
 
 
 @pytest.mark.thorough
+def test_a_pipeline_that_resumes_has_the_weights_of_one_that_did_not_stop(recipe, tmp_path):
+    keys = (*STAGES, "model.dropout=0.1", "optim.kind=muon", "parallel.pipeline=2")
+    keys = (*keys, "checkpoint.every_steps=4", "checkpoint.keep=9")
+    whole = several(recipe, tmp_path / "whole", *keys)
+    middle = str(tmp_path / "whole" / "checkpoints" / "step-4")
+    resumed = several(recipe, tmp_path / "resumed", *keys, "--resume", middle)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.thorough
 def test_a_run_that_shares_rows_resumes_without(recipe, tmp_path, losses):
     run_training(load_config(recipe), tmp_path / "whole")
     shared = ("parallel.shard=2", "parallel.context=2", "checkpoint.every_steps=4")
