@@ -39,8 +39,8 @@ def check_stages(model: Any, parallel: Layout | ParallelConfig) -> None:
     is_drawn = vars(type(model)).get("draws_everything")  # which subclasses do not inherit
     if not is_drawn or not getattr(model, "unembedding", None):
         raise ConfigError(
-            f"{stated} needs an EmbeddingModel with draws_everything, and model.tied_head=false: "
-            "the first stage has the embedding, the last one the head.",
+            f"{stated} needs model.tied_head=false: the first stage has the embedding, the last "
+            "one the head. A model of your own must be an EmbeddingModel with draws_everything.",
             fix="Set model.tied_head=false, or remove parallel.pipeline.",
         )
     if len(model.blocks) % count:
