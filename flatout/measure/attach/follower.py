@@ -387,7 +387,11 @@ class Follower:
             leaves = tree_leaves((args, kwargs))
             stages.recording.inputs = [one for one in leaves if type(one) is Tensor]
         elif stages.name == "tried" and self._looks_ahead is None and stages.recorder is not None:
-            self._looks_ahead = looks_ahead(module, args, kwargs, stages.recorder.predicted or 0)
+            self._looks_ahead = False
+            with suppress(Exception):  # of the model: it may have no evaluation mode
+                self._looks_ahead = looks_ahead(
+                    module, args, kwargs, stages.recorder.predicted or 0
+                )
 
     def _is_training(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

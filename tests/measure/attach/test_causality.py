@@ -75,9 +75,22 @@ def test_inputs_whose_next_tokens_are_targets_are_recognised():
     assert predicted([TOKENS], torch.zeros(4, dtype=torch.long)) is None
 
 
-@pytest.mark.parametrize("tries", [True, False])
-def test_a_loop_is_tried_only_where_nobody_needs_its_results(tries):
-    model, calls = Model(attention(1)), []
+def fails_in_evaluation(model, x):
+    assert model.training
+    return attention(1)(model, x)
+
+
+@pytest.mark.parametrize(
+    ("tries", "mix", "answer", "more"),
+    [
+        (True, attention(1), True, 3),
+        (True, fails_in_evaluation, False, 0),
+        (False, attention(1), None, 0),
+    ],
+    ids=["tried", "fails", "not tried"],
+)
+def test_a_loop_is_tried_only_where_nobody_needs_its_results(tries, mix, answer, more, caplog):
+    model, calls = Model(mix), []
     model.register_forward_hook(lambda *_: calls.append(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch._dynamo.utils.clear_compilation_metrics()  # of other tests: calls are not recorded then
@@ -93,4 +106,4 @@ def test_a_loop_is_tried_only_where_nobody_needs_its_results(tries):
         found = loop.evidence()
     finally:
         loop.close()
-    assert (found.looks_ahead, len(calls)) == ((True, 63) if tries else (None, 60))
+    assert (found.looks_ahead, len(calls), caplog.messages) == (answer, 60 + more, [])
