@@ -428,8 +428,8 @@ class Evidence(Stored):
     """Whether outputs for tokens depend on later ones, which the model learns to predict."""
     tracer: str = ""
     """What follows all calls of the script in most steps: a profiler or a debugger."""
-    same_inputs: bool = False
-    """Whether the inputs of the first steps have the same values, in other tensors."""
+    same_rows: Count = None
+    """Rows of the loader's first batches, if these all have the same values."""
     dataset_rows: Count = None
     """Rows of the DataLoader's dataset."""
     bad_data: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -148,7 +149,8 @@ def run_training(
                 progress.say(f"{smaller.what} Starting again.")
             request = replace(request, resume="auto")
             gc.collect()  # the model of the attempt that failed is in reference cycles
-            torch.compiler.reset()
+            if "torch._dynamo" in sys.modules:  # importing it takes memory
+                torch.compiler.reset()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 

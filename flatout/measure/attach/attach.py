@@ -54,7 +54,6 @@ class Attachment:
             sites=self._sites,
             is_trial=request.is_trial,
         )
-        self._loop.tries = not request.to_the_end
         if request.screen:
             self._models = Models()
             self._loop.screening = Screening(
@@ -79,6 +78,8 @@ class Attachment:
         if stages is not None and self._request.recording is not None:
             found["recorded"] = guarded(stages.recorded)()
         elif stages is not None and loop.steps:
+            if is_complete and not (self._request.to_the_end or self._request.screen):
+                loop.try_model()
             if loop.run is not None and self._request.is_trial:
                 found["once"] = guarded(loop.run.once)() or {}
             found |= self._found()

@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-LEAST, MOSTLY = 8, 0.9
-"""Fewest tokens of a row, and share of the targets that must be the next tokens."""
+LEAST, MOSTLY, CLEARLY = 8, 0.9, 0.2
+"""Fewest tokens of a row, share of the targets that must be the next tokens, and how much larger
+than the share that is the tokens themselves.
+"""
 TOLERANCE = 1e-3
 """Largest difference of outputs, as a share of the largest one, that is rounding."""
 
 
 def predicted(inputs: Sequence[Tensor], targets: Tensor) -> int | None:
-    """Return the number of the inputs whose next tokens the targets are. None: of none.
+    """Return the number of the input whose next tokens the targets are. None: of none, or several.
 
     Shapes: inputs of any shape, those of tokens (B, T); targets with B * T or B * (T - 1) elements.
     """
+    found = dict[int, float]()
     for number, tokens in enumerate(inputs):
         if tokens.dim() != 2 or tokens.dtype != targets.dtype or tokens.shape[1] < LEAST:
             continue
@@ -29,16 +32,25 @@ def predicted(inputs: Sequence[Tensor], targets: Tensor) -> int | None:
         if given.numel() != later.numel():
             continue
         is_known = given >= 0  # negative ones are ignored
-        same = (given == later.reshape(-1))[is_known]
-        if same.numel() and float(same.double().mean()) > MOSTLY:
-            return number
-    return None
+        if not is_known.any():
+            continue
+        next_, own = (
+            float((given == one.reshape(-1))[is_known].double().mean())
+            for one in (later, tokens[:, :-1])
+        )
+        if next_ > max(MOSTLY, own + CLEARLY):  # rows of equal tokens tell nothing
+            found[number] = next_
+    best = max(found.values(), default=0.0)
+    at = [number for number, share in found.items() if share == best]
+    return at[0] if len(at) == 1 else None
 
 
 def looks_ahead(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], number: int
 ) -> bool:
-    """Return whether outputs for earlier tokens change when only the last tokens of an input do.
+    """Return whether outputs for earlier tokens change when the last token of the last row does.
+
+    One row, since others may compete with it, as for the places of experts.
 
     It calls the model three times in evaluation mode, with the same random numbers, which are not
     the script's. A model whose outputs change by themselves tells nothing.
@@ -47,7 +59,8 @@ def looks_ahead(
     at = [place for place, one in enumerate(leaves) if type(one) is Tensor][number]
     tokens = leaves[at]
     changed = tokens.clone()
-    changed[:, -1] = tokens[:, 0]
+    others = tokens[tokens != tokens[-1, -1]]
+    changed[-1, -1] = others[0] if others.numel() else tokens[-1, -1]
     modes = {module: module.training for module in model.modules()}
     outputs = []
     devices = [tokens.device] if tokens.is_cuda else []

@@ -53,7 +53,7 @@ from flatout.measure.attach.screening import Screening
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
 from flatout.measure.attach.switches import Script
-from flatout.measure.attach.timing import Steps, loss_in, ranks, roots_of
+from flatout.measure.attach.timing import Steps, loss_in, ranks, roots_of, tracer_of
 from flatout.measure.course import WORK, Course
 from flatout.measure.evidence import MIN_SAVES, CallSite, Evidence, Failure
 from flatout.measure.host import host_facts, used_mib
@@ -112,8 +112,6 @@ class Follower:
         """None: the loop states all phases of its steps."""
         self.model = model
         """The largest model that is called with gradients, and not by another model."""
-        self.tries = False
-        """Whether the script ends after the measurement, so that its model may be called."""
         self.screening: Screening | None = None
         """What measures changes at the end of the measurement."""
         self.run: FlatoutsRun | None = None
@@ -151,6 +149,8 @@ class Follower:
         self._has_anomaly_detection = self._in_autocast = False
         self._looks_ahead: bool | None = None
         """Whether the model sees the tokens that it predicts. None: this was not tried."""
+        self._given: tuple[nn.Module, Any, Any] | None = None
+        """The model and the inputs of a recorded step."""
         self._installed = stack = ExitStack()
         for owner, name, before in (
             (nn.Module, "__call__", self._before_call),
@@ -239,7 +239,6 @@ class Follower:
                     fixed = {"synthetic-data": self.run.fixed_data}
                     self.screening = Screening(lambda: fixed, limit_s=FIXED_DATA_S)
             self.stages.screening = self.screening
-            self.stages.tries = self.tries and self.world_size == 1 and self.run is None
         if self.steps == EARLY_STEP:
             self._early_gradients = gradients_of_all()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
@@ -369,8 +368,9 @@ class Follower:
                     self._note_line("padding")
                 if self._sites is not None and self.steps < SITED_STEPS:
                     self._sites.note_forward(sys._getframe(1))
-                if self.stages is not None:
-                    self._try(self.stages, module, args, kwargs)
+                if self.stages is not None and self.stages.recording is not None:
+                    leaves, self._given = tree_leaves((args, kwargs)), (module, args, kwargs)
+                    self.stages.recording.inputs = [one for one in leaves if type(one) is Tensor]
             if self.stages is not None:
                 self._set_evaluating(not is_training)
                 if is_training:
@@ -381,17 +381,18 @@ class Follower:
             raise
         return after
 
-    def _try(self, stages: Stages, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keep the inputs of recorded steps, and try once whether the model sees its targets."""
-        if stages.recording is not None:
-            leaves = tree_leaves((args, kwargs))
-            stages.recording.inputs = [one for one in leaves if type(one) is Tensor]
-        elif stages.name == "tried" and self._looks_ahead is None and stages.recorder is not None:
+    def try_model(self) -> None:
+        """Try whether the model sees the tokens that it predicts. No step may follow.
+
+        Calls may change what a script keeps in its model, its hooks and its lists.
+        """
+        recorder = None if self.stages is None else self.stages.recorder
+        if recorder is None or recorder.predicted is None or self._given is None:
+            return
+        if self.world_size == 1 and self.run is None:
             self._looks_ahead = False
             with suppress(Exception):  # of the model: it may have no evaluation mode
-                self._looks_ahead = looks_ahead(
-                    module, args, kwargs, stages.recorder.predicted or 0
-                )
+                self._looks_ahead = looks_ahead(*self._given, recorder.predicted)
 
     def _is_training(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -440,9 +441,9 @@ class Follower:
         self._is_changing_mode = True  # the modules in it follow
         return partial(setattr, self, "_is_changing_mode", False)
 
-    def _before_weights(self, *_: Any) -> None:
+    def _before_weights(self, module: nn.Module, name: str, weights: Tensor | None) -> None:
         """Note weights that are created after the first steps."""
-        if self.steps >= EARLY_STEP and not self._is_off:
+        if weights is not None and self.steps >= EARLY_STEP and not self._is_off:
             self._note_line("created")
 
     def _set_evaluating(self, is_evaluating: bool) -> None:
@@ -610,9 +611,10 @@ class Follower:
             update["tracer"] = self._tracer
         with suppress(TypeError):  # it has no length
             update["dataset_rows"] = len(self._hooks.read[0]())
-        update |= self._inputs.found()
+        update |= self._inputs.found() | {"same_rows": self._hooks.batches.rows}
         update |= self._course.found()
-        update |= wasted(self._early_gradients, self.model) | self._learning.found(self.model)
+        update |= wasted(self._early_gradients, self.model, self._learning.first)
+        update |= self._learning.found(self.model)
         update |= _optimizer_facts(self._optimizers.optimizer)
         return found.model_copy(update=update | {"sites": {**found.sites, **sites}})
 
@@ -651,14 +653,6 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
             for one in modules
         ),
     }
-
-
-def tracer_of() -> str:
-    """Return what follows all calls of this thread, besides flatout: a profiler, a debugger. ""."""
-    hook = sys.gettrace() or sys.getprofile()
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return "torch.profiler"
-    return "" if hook is None else getattr(hook, "__module__", None) or type(hook).__name__
 
 
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from flatout.measure.attach.guard import guarded, replaced
+from flatout.measure.attach.inputs import Batches
 from flatout.measure.attach.lines import LineTotals, user_frame
 from flatout.training.metrics.phases import PhaseTimer
 
@@ -97,6 +98,7 @@ class Hooks:
         """Whether its batches are pinned."""
         self.read: tuple[Callable[[], Any], Any] = (lambda: None, None)
         """A reference to the dataset, and the function that makes batches of its items."""
+        self.batches = Batches()
         self._timer = timer
 
     @contextmanager
@@ -176,7 +178,10 @@ class Hooks:
             before_s = self._timer.seconds[phase]
             try:
                 with self._timer.phase(phase):
-                    return plain(*args, **kwargs)
+                    returned = plain(*args, **kwargs)
+                if phase == "data_wait":
+                    guarded(self.batches.look)(returned)
+                return returned
             finally:
                 line = user_frame(sys._getframe(1)) if phase == "checkpoint" else None
                 if line is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from flatout.measure.attach.learning import some_of
-
 MIN_WIDTH = 32
 """Fewest tokens of a row from which padding counts."""
 WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
 LEAST_EQUAL = 5
-"""Fewest passes with equal inputs that tell something."""
+"""Batches that must equal the first one."""
 
 
 class Inputs:
@@ -32,10 +29,6 @@ class Inputs:
         self.size = 0
         """Elements of the largest input of each pass of this step, added up."""
         self._padding: list[float] = []
-        self._last: tuple[list[Any], list[Tensor]] = [], []
-        """References to the inputs that were looked at last, and some of their values."""
-        self._equal: list[bool] = []
-        """Whether those of a pass equal the ones before, in other tensors."""
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, reads: bool) -> None:
         """Note the inputs of a pass. `reads`: also what their values show, which waits for them."""
@@ -50,24 +43,34 @@ class Inputs:
         inputs = [one for one in tree_leaves((args, kwargs)) if type(one) is Tensor]
         with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
             self._padding += padding_of(inputs)
-            self._compare(inputs)
-
-    def _compare(self, inputs: list[Tensor]) -> None:
-        references, before = self._last
-        values = [some_of(one) for one in inputs]
-        if inputs and len(values) == len(before):
-            is_new = not any(one() is now for one, now in zip(references, inputs, strict=True))
-            pairs = zip(before, values, strict=True)
-            self._equal.append(is_new and all(torch.equal(old, now) for old, now in pairs))
-        self._last = [weakref.ref(one) for one in inputs], values
 
     def found(self) -> dict[str, Any]:
         """Return what was seen, by the names in `Evidence`."""
         return {
             "rows": self.rows,
             "padding": statistics.fmean(self._padding) if self._padding else None,
-            "same_inputs": len(self._equal) >= LEAST_EQUAL and all(self._equal),
         }
+
+
+class Batches:
+    """Compares the first batches of the loader with each other."""
+
+    def __init__(self) -> None:
+        self._before: list[Tensor] = []
+        self._looks = 0
+        self.rows: int | None = None
+        """Rows of the batches, if all have the same values. None: they differ, or are few."""
+
+    def look(self, batch: Any) -> None:
+        """Note a batch."""
+        now = [one for one in tree_leaves(batch) if type(one) is Tensor and one.dim()]
+        if not now or self._looks > LEAST_EQUAL:
+            return
+        is_first, before = self._looks == 0, self._before
+        is_same = len(now) == len(before) and all(map(torch.equal, now, before))
+        self._looks += 1 if is_first or is_same else LEAST_EQUAL + 1
+        self._before = now if self._looks <= LEAST_EQUAL else []
+        self.rows = len(now[0]) if self._looks == LEAST_EQUAL + 1 and is_same else None
 
 
 def padding_of(inputs: Sequence[Tensor]) -> list[float]:

@@ -47,6 +47,8 @@ class _Looks:
     """Those that are looked at."""
     steps: int = 0
     looks: int = 0
+    is_new: bool = False
+    """Whether another optimizer had its first weights before."""
     is_odd: bool = False
     """Whether its gradients are made in another way than by a plain `backward`."""
     highest_lr: float | None = None
@@ -86,8 +88,8 @@ class Learning:
         self._looks: WeakKeyDictionary[Optimizer, _Looks] = WeakKeyDictionary()
         self._steps = 0
         """Steps of all optimizers."""
-        self._first: Any = WeakIdKeyDictionary()
-        """The first weights of each optimizer."""
+        self.first: Any = WeakIdKeyDictionary()
+        """The first weights of each optimizer that there was."""
         self._new = 0
         """Optimizers whose first weights another one had."""
         self._clips: list[tuple[Line | None, Tensor]] = []
@@ -150,7 +152,11 @@ class Learning:
             moved = sum(int(each.sum()) for each in one.moved)
             every = [each for each in _all(optimizer) if each.requires_grad]
             total = max(sum(map(Tensor.numel, every)), 1)
-            lost = [each for each in every if id(each) not in one.given]
+            lost = [
+                each  # that had none since either
+                for each in every
+                if id(each) not in one.given and each.grad is None and each not in optimizer.state
+            ]
             found.append(
                 {
                     "without_gradients": _share(one.without),
@@ -180,11 +186,12 @@ class Learning:
             return
         if optimizer not in self._looks:
             every = _all(optimizer)
-            self._new += every[0] in self._first
-            self._first[every[0]] = True
+            is_new = every[0] in self.first
+            self.first[every[0]] = True
             every.sort(key=lambda weights: -weights.numel())
             largest = [each for each in every if each.device == every[0].device][:TENSORS]
             self._looks[optimizer] = _Looks([each for each in largest if each.numel()])
+            self._looks[optimizer].is_new = is_new
         one = self._looks[optimizer]
         has_closure = len(args) > 1 and args[1] is not None
         one.is_odd |= has_closure or kwargs.get("closure") is not None
@@ -219,6 +226,8 @@ class Learning:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         one = self._looks.get(optimizer)
+        if one is not None and one.is_new and one.steps == 1:
+            self._new += bool(optimizer.state)  # without one, it makes no difference
         if one is None or one.is_done or torch.compiler.is_compiling():
             return
         if one.before:
@@ -260,15 +269,21 @@ def gradients_of_all() -> dict[int, tuple[int, float | None]]:
     }
 
 
-def wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None) -> dict[str, Any]:
+def wasted(
+    before: dict[int, tuple[int, float | None]], model: nn.Module | None, owned: Any = ()
+) -> dict[str, Any]:
     """Return the share of the gradients that belong to weights which nothing updates.
 
-    Those have no optimizer, and the values that they had before, however others are updated. Those
+    Those have no optimizer, and the values that they had before, however others are updated. A
+    model that an optimizer had which is gone, such as a copy for one task, tells nothing. Those
     of the model are named, of other models in training mode, and containers of the model's modules
     in which there are some, which `parameters()` does not see.
     """
     now = gradients_of_all()
     if not now or not before or model is None:
+        return {}
+    first: Any = next(model.parameters(), None)
+    if first in owned and now.get(id(first), (0, 0.0))[1] is not None:
         return {}
     same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
     share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())

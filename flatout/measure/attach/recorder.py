@@ -18,12 +18,21 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.config.registry import is_user_code
 from flatout.measure.attach.causality import predicted
 from flatout.measure.attach.guard import guarded
-from flatout.measure.attach.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
+from flatout.measure.attach.lines import (
+    MIN_SAMPLES,
+    Line,
+    LineTotals,
+    line_of,
+    stack_of,
+    user_frame,
+    user_lines,
+)
 from flatout.measure.attach.origin import LINE, Origin
 from flatout.measure.attach.sites import seen_in
 from flatout.measure.attach.work import Work
@@ -81,7 +90,9 @@ class CallRecorder(TorchFunctionMode):
         self.predicted: int | None = None
         """Which of them has the tokens that a loss predicts from those before."""
         self._weights: Any = WeakIdKeyDictionary()
-        """Those that were used before, or that an optimizer has."""
+        """Those that were used before, and whether an optimizer has them."""
+        self._fresh: list[tuple[weakref.ref[Parameter], Line]] = []
+        """Those that were not used before this step, and where."""
         self._steps = 0
         self._hook = register_optimizer_step_pre_hook(guarded(self._note_update))
 
@@ -96,7 +107,12 @@ class CallRecorder(TorchFunctionMode):
             self.work.close()
 
     def end_step(self) -> None:
-        """End a step."""
+        """End a step. What an optimizer has taken since was not created for one pass."""
+        for reference, line in self._fresh if self._steps else ():
+            weights = reference()
+            if weights is None or not self._weights[weights]:
+                self.found.add("created", line, 0.0)
+        self._fresh.clear()
         self._steps += 1
         if self.work is not None:
             self.work.end_step()
@@ -111,10 +127,11 @@ class CallRecorder(TorchFunctionMode):
                 reached.add(node)
                 nodes += [each for each, _ in node.next_functions]
         self.trains |= {line for node, line in self._open if node in reached}
-        line = user_frame(sys._getframe(1))
+        lines = [*user_lines(stack_of(sys._getframe(1)))]
+        line = lines[0] if lines else None
         if self.work is not None:
             with torch._C.DisableTorchFunction():
-                self.work.note_backward(reached, line)
+                self.work.note_backward(reached, line, tuple(lines[1:]))
         if line is not None:  # the pass also starts there
             self.trains.add(line)
         self._open = [each for each in self._open if each[0] not in reached]
@@ -161,11 +178,10 @@ class CallRecorder(TorchFunctionMode):
             return
         self._open.append((result.grad_fn, line))
         _metadata(result.grad_fn)[LINE] = line
-        for one in args:
+        for one in args if phase == "forward" else ():
             if isinstance(one, Parameter) and one.requires_grad and one not in self._weights:
-                self._weights[one] = True
-                if self._steps:
-                    self.found.add("created", line, 0.0)
+                self._weights[one] = False
+                self._fresh.append((weakref.ref(one), line))
         two = [one for one in args if isinstance(one, Tensor)]
         # targets have no gradient, as the other side of pairs of predictions has
         if len(two) == 2 and phase != "forward" and two[0].requires_grad != two[1].requires_grad:
@@ -249,7 +265,8 @@ class Graphs:
         """
         held, found = held_by(frame), list[tuple[bool, bool, int, str]]()
         for name, size in _sizes(held).items():
-            grown = size - self._sizes.get(name, size)
+            is_bounded = getattr(held[name], "maxlen", None) is not None
+            grown = 0 if is_bounded else size - self._sizes.get(name, size)
             if grown >= len(self._marks) / 2 > EARLY_STEP:
                 kept = held[name].values() if isinstance(held[name], dict) else held[name]
                 has_tensors = any(isinstance(one, Tensor) for one in tree_leaves([*kept][-1:]))
@@ -273,7 +290,8 @@ def held_by(frame: FrameType | None) -> dict[str, Any]:
         for name, value in held:
             kind = type(value)  # a proxy may not want to be asked
             is_ours = kind.__module__.startswith("flatout.")
-            if id(value) in seen or is_ours or issubclass(kind, ModuleType):
+            # a dataset may keep its rows
+            if id(value) in seen or is_ours or issubclass(kind, (ModuleType, Dataset, DataLoader)):
                 continue
             seen.add(id(value))
             if issubclass(kind, (Tensor, *CONTAINERS)):

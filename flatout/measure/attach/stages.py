@@ -135,8 +135,6 @@ class Stages:
         """The lines that made them."""
         self.gpu: dict[str, Any] = {}
         """What the driver reported of the GPU between two steps."""
-        self.tries = False
-        """Whether a step may call the model once more: nobody needs the script's results."""
         self.screening: Screening | None = None
         """What measures changes at the end, if there are any."""
         self.notes: list[str] = []
@@ -174,9 +172,6 @@ class Stages:
         else:
             self.gpu = gpu_facts(probe(), self.device)  # while it works
             yield from self._marked_calls()
-            if self.tries and self.recorder and self.recorder.predicted is not None:
-                self.name = "tried"
-                yield
             # the profiler prints an error when a thread other than the first one starts it
             if threading.current_thread() is threading.main_thread():
                 yield from self._operations()

@@ -218,6 +218,14 @@ def reply(place: str, steps: int, **found: Any) -> None:
         write_text(Path(place), answer.model_dump_json())
 
 
+def tracer_of() -> str:
+    """Return what follows all calls of this thread, besides flatout: a profiler, a debugger. ""."""
+    hook = sys.gettrace() or sys.getprofile()
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return "torch.profiler"
+    return "" if hook is None else getattr(hook, "__module__", None) or type(hook).__name__
+
+
 def first_weights(optimizer: Any) -> Any:
     """Return the first tensor that an optimizer updates. Its first groups may be empty."""
     return next((each for group in optimizer.param_groups for each in group["params"]), None)

@@ -60,6 +60,8 @@ class _Pass:
 
     line: Line | None
     """Where it starts."""
+    above: tuple[Line, ...] = ()
+    """The lines that lead there, which tell the losses of one function apart."""
     seconds: float = 0.0
     weights: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
     """Those that it gives gradients which nothing has used yet, their versions and some values."""
@@ -136,15 +138,17 @@ class Work:
             self._made[node] = (line, seconds / len(new), self._steps)
             self._time(node, kind, line, seconds / len(new))
 
-    def note_backward(self, reached: set[Any], line: Line | None) -> None:
-        """Note the nodes that a backward pass goes through, which starts at a line."""
+    def note_backward(
+        self, reached: set[Any], line: Line | None, above: tuple[Line, ...] = ()
+    ) -> None:
+        """Note the nodes that a backward pass goes through: its line, and those that call it."""
         for node in reached & self._made.keys():
             self._reached.add(self._made.pop(node)[0])
         self._behind.clear()
         while self._hooks:
             self._hooks.pop().remove()
         self._passes = [one for one in self._passes if self._is_pending(one)]
-        self._passes.append(_Pass(line))
+        self._passes.append(_Pass(line, above))
         for node in reached:
             if (weights := getattr(node, "variable", None)) is not None:
                 self._hooks.append(node.register_prehook(partial(self._note_given, weights)))
@@ -162,13 +166,13 @@ class Work:
         for weights, version, values in one.weights:
             is_used = weights._version != version or (some_of(weights) != values).any()
             if is_used:
-                self._used.add((one.line, id(weights)))
+                self._used.add((one.line, one.above, id(weights)))
             if is_used or one.line is None:
                 continue
             if weights.grad is None or are_zero([weights.grad]):
                 seconds = HALF * weights.numel() / one.size * one.seconds
                 self.found.add("discarded", one.line, seconds)
-                self._discarded[one.line, id(weights)] += seconds
+                self._discarded[one.line, one.above, id(weights)] += seconds
             else:
                 left.append((weights, version, values))
         one.weights = left

@@ -62,7 +62,7 @@ GRADIENTS = [
     row(
         "lost-gradients",
         "Of several backward passes of a step, some gradients are cleared and others are used.",
-        lambda e: (place := e.site("lost")) and e.share(place.seconds_per_step, 0.1) and "spoils",
+        lambda e: e.site("lost") and "spoils",
         "Gradients of the backward pass at {site} are cleared before the optimizer uses them, "
         "except for those of the last passes: it learns nothing from the other micro-batches.",
         "Call zero_grad() once per optimizer.step(), after it, and not for each micro-batch.",
@@ -82,8 +82,8 @@ GRADIENTS = [
         "probabilities-as-logits",
         "A loss that takes logits is given probabilities, so that gradients are small.",
         lambda e: e.site("normalised") and "spoils",
-        "The loss at {site} takes logits, and is given the result of a softmax or sigmoid: it "
-        "normalises them again.",
+        "The loss at {site} is given probabilities, the result of a softmax or sigmoid, and takes "
+        "logits, or F.nll_loss their logarithms.",
         "Give it the logits: F.cross_entropy has the softmax in it, "
         "F.binary_cross_entropy_with_logits the sigmoid. F.nll_loss takes log_softmax.",
         site="normalised",
@@ -101,8 +101,8 @@ GRADIENTS = [
     row(
         "same-batch",
         "Each step gets the same rows, although there are others.",
-        lambda e: e.same_inputs and (e.dataset_rows or 0) > 2 * (e.rows or 1e9) and "spoils",
-        "The inputs of each step have the same values: the model sees {e.rows} of the "
+        lambda e: e.same_rows and (e.dataset_rows or 0) > 2 * e.same_rows and "spoils",
+        "The batches of the DataLoader have the same values: the model sees {e.same_rows} of the "
         "{e.dataset_rows:,} rows of the dataset.",
         "Make the iterator of the DataLoader once, before the loop, and use shuffle=True.",
         site="padding",
@@ -196,8 +196,8 @@ GRADIENTS = [
         "Gradients are computed for weights that no optimizer updates.",
         lambda e: e.share(2 / 3 * (e.wasted_gradients or 0.0) * e.work_s, 0.1),
         "{e.wasted_gradients:.0%} of the gradients belong to weights that no optimizer updates.",
-        "Give them to the optimizer if they should learn. Otherwise call what is not trained in "
-        "torch.no_grad().",
+        "Give them to the optimizer if they should learn. Otherwise set requires_grad_(False) for "
+        "them, and call a model before which nothing learns in torch.no_grad().",
         site="backward",
         unless="unlearned-weights unregistered-weights",
     ),

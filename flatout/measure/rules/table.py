@@ -364,7 +364,8 @@ ROWS = [
         "The graph of each step is kept, so that memory and time grow with the steps.",
         lambda e: (
             # or graphs of evaluations, or of parts of the model
-            ((e.kept_graphs or 0.0) > 0.5 or (e.grown and e.grown == e.kept_by)) and "spoils"
+            ((e.kept_graphs or 0.0) > 0.5 or (e.growth_bytes and e.grown and e.grown == e.kept_by))
+            and "spoils"
         ),
         "The graph of each step is kept by {e.keeper}, so memory and time grow with the steps.",
         "Keep numbers, not tensors with gradients: a list or a sum of losses or outputs takes "

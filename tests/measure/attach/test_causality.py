@@ -71,6 +71,11 @@ def test_inputs_whose_next_tokens_are_targets_are_recognised():
     assert predicted([TOKENS[:, :-1]], later.flatten()) == 0
     assert predicted([TOKENS], ignored) == 0
     assert predicted([TOKENS], TOKENS) is None  # as in masked models
+    assert predicted([TOKENS, TOKENS.clone()], later) is None
+    masked = torch.where(torch.arange(17) == 3, 0, TOKENS)
+    assert predicted([masked, TOKENS], later) == 1  # an encoder's, and the decoder's
+    runs = torch.arange(4).repeat_interleave(16).view(2, 32)
+    assert predicted([runs], runs[:, 1:]) is None
     assert predicted([TOKENS.float()], later) is None
     assert predicted([TOKENS], torch.zeros(4, dtype=torch.long)) is None
 
@@ -95,7 +100,6 @@ def test_a_loop_is_tried_only_where_nobody_needs_its_results(tries, mix, answer,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch._dynamo.utils.clear_compilation_metrics()  # of other tests: calls are not recorded then
     loop = Follower("script", at_exit=lambda: None, recorded_steps=0)
-    loop.tries = tries
     try:
         for step in range(60):
             tokens = (TOKENS + step) % 50
@@ -103,6 +107,8 @@ def test_a_loop_is_tried_only_where_nobody_needs_its_results(tries, mix, answer,
             F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
+        if tries:
+            loop.try_model()
         found = loop.evidence()
     finally:
         loop.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout.measure.attach.inputs import Inputs
+from flatout.measure.attach.inputs import Batches, Inputs
 
 
 def padded(lengths, width=64, *, left=False):
@@ -62,22 +62,20 @@ ROWS = torch.arange(80.0).view(20, 4)
 
 
 @pytest.mark.parametrize(
-    ("batch", "is_same"),
+    ("batch", "rows"),
     [
-        (lambda step: (ROWS[:2].clone(), {}), True),
-        (lambda step: ((), {"x": {"rows": ROWS[:2].clone()}}), True),
-        (lambda step: (ROWS[2 * step : 2 * step + 2], {}), False),
-        (lambda step: ((ROWS,), {}), False),  # one tensor: all rows, on purpose
-        (lambda step: (ROWS[: 2 + step % 2].clone(), {}), False),
-        (lambda step: ((), {"step": step}), False),
+        (lambda step: ROWS[:2].clone(), 2),
+        (lambda step: {"x": [ROWS[:2].clone(), torch.ones(2)]}, 2),
+        (lambda step: ROWS[2 * step : 2 * step + 2], None),
+        (lambda step: torch.tensor([[0.0, step], [0.0, 1.0]]), None),  # rows of one beginning
+        (lambda step: ROWS[: 2 + step % 2].clone(), None),
+        (lambda step: ROWS[: 2 + step // 6].clone(), 2),  # looks are over by then
+        (lambda step: step, None),
     ],
-    ids=["first rows", "in a dict", "in turn", "all rows", "other lengths", "no tensor"],
+    ids=["first rows", "in a dict", "in turn", "one beginning", "lengths", "later", "no tensor"],
 )
-def test_the_same_rows_in_other_tensors_are_noticed(batch, is_same):
-    inputs, kept = Inputs(), []
-    for step in range(8):
-        args, kwargs = batch(step)
-        args = args if isinstance(args, tuple) else (args,)
-        kept.append((args, kwargs))
-        inputs.look(args, kwargs, reads=True)
-    assert inputs.found()["same_inputs"] is is_same
+def test_batches_with_the_same_values_are_noticed(batch, rows):
+    batches = Batches()
+    for step in range(9):
+        batches.look(batch(step))
+    assert batches.rows == rows

@@ -42,6 +42,10 @@ for weights in net.parameters():
 backward(loss_of(net))
 optimizer.step()
 """,
+    "a new optimizer without a state": """
+sgd = torch.optim.SGD(net.parameters(), lr=1e-2)
+backward(loss_of(net)); sgd.step(); sgd.zero_grad()
+""",
     "adversaries": """
 second.zero_grad()
 backward(loss_of(other))
@@ -131,6 +135,18 @@ def test_a_loop_that_learns_has_no_finding(loop):
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_loop_that_does_not_learn_is_named(name):
     assert findings(FAULTY[name]).keys() == {name.partition(" ")[0]}
+
+
+def test_weights_that_get_a_gradient_later_are_not_unreached():
+    first, second, learning = nn.Linear(8, 8), nn.Linear(8, 8), Learning()
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+    for step in range(30):
+        learning.before_backward(is_plain=True)
+        (first if step < 20 else second)(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    learning.close()
+    assert learning.found()["unreached"] == 0.0
 
 
 def test_weights_without_a_gradient_are_named_and_the_rows_of_an_embedding_are_counted():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 
 import pytest
 import torch
@@ -126,6 +127,22 @@ def test_containers_in_containers_and_of_records_are_named(weights, name):
     PAIRS.clear()
 
 
+class Rows(torch.utils.data.Dataset):
+    """A dataset that keeps the rows that it has made."""
+
+    def __init__(self):
+        self.cache = {}
+
+
+def test_what_is_bounded_or_keeps_rows_of_a_dataset_has_not_grown(weights):
+    graphs, last, rows = Graphs(), deque(maxlen=20), Rows()
+    for step in range(12):
+        graphs.mark((weights @ weights).sum())
+        last.append(weights.detach())
+        rows.cache[step] = weights.detach()
+    assert graphs.grown(sys._getframe()) == ("", "")
+
+
 def test_a_container_that_stays_as_long_has_not_grown(weights):
     graphs, kept, once = Graphs(), [1.0], []
     for number in range(12):
@@ -213,23 +230,32 @@ def test_what_grows_in_a_module_is_named_and_hooks_before_tensors(name):
     assert graphs.grown(sys._getframe()) == (name, kind)
 
 
-def test_weights_that_are_new_in_each_step_are_found_at_their_line(tmp_path):
-    texts = {
-        "created": "head = nn.Parameter(torch.ones(2, 2))\nloss = (net(x) @ head).sum()",
-        "once": "head = globals().setdefault('head', nn.Parameter(torch.ones(2, 2)))\n"
+CREATED = {
+    "created": ("head = nn.Parameter(torch.ones(2, 2))\nloss = (net(x) @ head).sum()", True),
+    "once": (
+        "head = globals().setdefault('head', nn.Parameter(torch.ones(2, 2)))\n"
         "loss = (net(x) @ head).sum()",
-    }
-    for name, text in texts.items():
-        path = tmp_path / "train.py"
-        path.write_text(text)
-        space = {"torch": torch, "nn": nn, "x": torch.ones(3, 2), "net": nn.Linear(2, 2)}
-        with CallRecorder(lambda: "forward") as recorder:
-            for _ in range(6):
-                exec(compile(text, str(path), "exec"), space)
-                recorder.end_step()
-        assert recorder.found.counts["created"] == (
-            {(str(path), 2): 5} if name == "created" else {}
-        )
+        False,
+    ),
+    "inverted": (
+        "z = nn.Parameter(torch.ones(3, 2))\nloss = net(x + z * z).sum(); loss.backward()\n"
+        "torch.optim.SGD([z], lr=0.1).step()",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CREATED)
+def test_weights_that_are_new_in_each_step_are_found_at_their_line(name, tmp_path):
+    text, is_found = CREATED[name]
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    space = {"torch": torch, "nn": nn, "x": torch.ones(3, 2), "net": nn.Linear(2, 2)}
+    with CallRecorder(lambda: "forward") as recorder:
+        for _ in range(6):
+            exec(compile(text, str(path), "exec"), space)
+            recorder.end_step()
+    assert recorder.found.counts["created"] == ({(str(path), 2): 5} if is_found else {})
 
 
 def test_an_optimizers_state_is_not_printed_for_a_name(weights, monkeypatch):

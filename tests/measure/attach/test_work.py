@@ -256,6 +256,19 @@ optimizer.step()
         "step()", "step(); net.zero_grad()"
     )
     assert "lost" not in found(kept)
+    adversaries = """
+def update(loss):
+    recorder.note_backward([loss])
+    loss.backward()
+    optimizer.step()
+    net.zero_grad()
+    head.zero_grad()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+update(head(net(images)).square().mean())
+optimizer = torch.optim.SGD(head.parameters(), lr=1e-3)
+update(head(net(images).detach()).square().mean())
+"""
+    assert "lost" not in found(adversaries)  # the first loss gives head gradients in vain
     another = """
 loss = head(net(images)).square().mean()
 recorder.note_backward([loss])

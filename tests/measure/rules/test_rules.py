@@ -124,7 +124,7 @@ cpu:
   new-optimizers: {new_optimizers: 1.0, site: optimizer}
   probabilities-as-logits: {site: normalised}
   seen-targets: {looks_ahead: true, site: padding}
-  same-batch: {same_inputs: true, dataset_rows: 500, rows: 8, site: padding}
+  same-batch: {same_rows: 8, dataset_rows: 500, site: padding}
   tracing: {tracer: cProfile}
   unreached-weights: {unreached: 0.4, unreached_names: [encoder.weight], site: optimizer}
   unregistered-weights: {unregistered: [layers], wasted_gradients: 0.7}
@@ -286,7 +286,8 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", STORM | {"config": None}, "garbage s 20% of each step", "gc.freeze()"),
         ("cpu", GROWING | {"grown": "self.cache"}, "memory-leak w", "Look at self.cache,"),
         ("cpu", GROWING | {"grown": "maps", "grown_by": "tensors"}, "memory-leak sp", "at maps,"),
-        ("cpu", {"grown": "logs", "kept_by": "logs"}, "growing-memory sp kept by logs", ""),
+        ("cpu", GROWING | {"grown": "a", "kept_by": "a"}, "growing-memory sp kept by a", ""),
+        ("cpu", {"grown": "rewards", "kept_by": "rewards"}, "", ""),  # which are cleared
         ("cpu", {"grown": "steps", "kept_by": "logs"}, "", ""),
         ("cpu", GROWING | {"uneven": True, "grown": "losses"}, "", ""),
         ("cpu", GROWING | {"uneven": True, "grown_by": "tensors"}, "memory-leak sp", "Look for"),
@@ -299,7 +300,7 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
             "busy-machine s",
             "",
         ),
-        ("cpu", {"same_inputs": True, "dataset_rows": 8, "rows": 8}, "", ""),
+        ("cpu", {"same_rows": 8, "dataset_rows": 8}, "", ""),
         ("cpu", {"unreached": 0.4}, "unreached sp 40% of the weights of the optimizer have", ""),
         ("cpu", {"unreached": 0.01}, "", ""),  # the pooler of a pretrained model
         ("cpu", {"full_rows": 0.01, "largest_share": 0.9, "optimizer_s": 0.005}, "", ""),
