@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def _mark(config: RunConfig) -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     stated = [
-        version("flatout"),
+        import_module("flatout").__version__,  # which need not be installed
         fingerprint(config.train.device),
         *(config.model.model_dump(), config.lora.model_dump(), config.parallel.model_dump()),
         *(config.data.seq_len, config.data.document_mask, config.batch.tokens_per_step),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +20,14 @@ from flatout.config.words import name_for
 from flatout.data.conversation.templates import CONFIG_FILE, config_in, tokens_in
 from flatout.data.sources.listing import missing
 from flatout.data.tokenizers import make
-from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, cached, choose_engine
+from flatout.data.tokenizers.engine_choice import (
+    WORTHWHILE_CHARACTERS,
+    cached,
+    choose_engine,
+)
+from flatout.data.tokenizers.engine_choice import (
+    Announce as Announce,
+)
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.data.tokenizers.make import END_OF_TEXT as END_OF_TEXT
 from flatout.data.tokenizers.make import BoundedSample, Sample
@@ -71,7 +79,7 @@ def make_tokenizer(
     pattern: str | None = None,
     end_of_text: str | None = None,
     progress: Progress = SILENT,
-    announce: Callable[[Tokenizer], object] = lambda _: None,
+    announce: Announce = lambda _: None,
 ) -> Tokenizer:
     """Return the tokenizer that `spec` names, with the fastest engine that gives its ids.
 
@@ -243,13 +251,17 @@ def _converted(data: bytes, name: str, pattern: str | None) -> Tokenizer:
 
     Raises: DataError as `make.from_tiktoken`.
     """
-    digest, versions = hashlib.sha256(data).hexdigest(), map(version, ("flatout", "tokenizers"))
-    kept = cached("json", digest, repr(pattern), *versions)
-    with suppress(OSError):
+    kept = cached(
+        "json",
+        hashlib.sha256(data).hexdigest(),
+        repr(pattern),
+        import_module("flatout").__version__,
+        version("tokenizers"),
+    )
+    with suppress(OSError, ValueError):  # it does not exist, or is cut off
         return Tokenizer(kept.read_bytes(), END_OF_TEXT)
     tokenizer = make.from_tiktoken(data, name, pattern)
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
         write_whole(kept, tokenizer.content.decode())
     return tokenizer
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from importlib import metadata
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from flatout.data.tokenizers.tokenizer import Tokenizer
 from flatout.errors import FlatoutError
 from flatout.progress import Progress
 from flatout.storage.cache import default_cache
+
+Announce: TypeAlias = Callable[[Tokenizer], object]
+"""Is told of the tokenizer that a corpus is likely to be encoded with."""
 
 WORTHWHILE_CHARACTERS = 4_000_000
 """With less text, encoding takes less time than finding a faster engine."""
@@ -35,7 +39,7 @@ def choose_engine(
     tokenizer: Tokenizer,
     sample: Iterable[str],
     progress: Progress,
-    announce: Callable[[Tokenizer], object] = lambda _: None,
+    announce: Announce = lambda _: None,
 ) -> Tokenizer:
     """Return the tokenizer with the fastest engine that gives its ids, and report the choice.
 
@@ -52,8 +56,8 @@ def choose_engine(
     if tokenizer.layout is not None:
         fast = tokenizer.with_engine("gigatoken")
         announce(fast)
-        versions = (metadata.version("gigatoken"), metadata.version("tokenizers"))
-        compared = cached("compared", tokenizer.digest(), *versions)
+        ours = version("gigatoken")
+        compared = cached("compared", tokenizer.digest(), ours, version("tokenizers"))
         try:
             fast.encode_piece("", 0)
             own = () if compared.exists() else vocabulary_texts(tokenizer)
@@ -62,22 +66,24 @@ def choose_engine(
             reason = error.what.rstrip(".")
         if not reason:
             with suppress(OSError):
-                compared.parent.mkdir(parents=True, exist_ok=True)
                 compared.touch()
             size = sum(len(text.encode()) for text in texts) / 1e6
             progress.say(
-                f"Encodes with gigatoken {metadata.version('gigatoken')} (same ids as tokenizers "
+                f"Encodes with gigatoken {ours} (same ids as tokenizers "
                 f"on {size:.1f} MB of this text)."
             )
             return fast
-    progress.say(f"Encodes with tokenizers {metadata.version('tokenizers')}: {reason}.")
+    progress.say(f"Encodes with tokenizers {version('tokenizers')}: {reason}.")
     return tokenizer
 
 
 def cached(kind: str, *stated: str) -> Path:
     """Return the path in the user's cache of what is made of a tokenizer, by all it depends on."""
     digest = hashlib.sha256("\n".join(stated).encode()).hexdigest()
-    return default_cache().expanduser() / "tokenizers" / f"{digest[:32]}.{kind}"
+    folder = default_cache().expanduser() / "tokenizers"
+    with suppress(OSError):  # what cannot be kept is made again
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{digest[:32]}.{kind}"
 
 
 def _spread(sample: Iterable[str]) -> list[str]:

@@ -119,6 +119,10 @@ def test_a_tiktoken_file_is_converted_once_for_each_pattern(tmp_path, monkeypatc
     assert len(made) == 2
     assert first.digest() == again.digest() != other.digest()
     assert again.encode("the thing") == first.encode("the thing") == [257, 32, 256, 105, 110, 103]
+    for kept in (tmp_path / "cache").rglob("*.json"):  # a damaged copy is made again
+        kept.write_bytes(kept.read_bytes()[:-1])
+    assert load_tokenizer(path, pattern=GPT2).digest() == other.digest()
+    assert len(made) == 3
     path.write_bytes(tiktoken_file([*BYTES, b"in"]))
     assert load_tokenizer(path, pattern=GPT2).encode("in") == [256]
     with pytest.raises(DataError, match="--pattern"):

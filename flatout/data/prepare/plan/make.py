@@ -32,7 +32,7 @@ from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.data.prepare.request.request import Request, difference
 from flatout.data.sources import BadRow, Document, LeftOut, ReadTask
 from flatout.data.store.manifest import SkippedRows
-from flatout.data.tokenizers import Tokenizer, make_tokenizer
+from flatout.data.tokenizers import Announce, Tokenizer, make_tokenizer
 from flatout.errors import DataError, OutputInUse, TooLittleText
 from flatout.progress import SILENT, Progress
 
@@ -57,9 +57,7 @@ Reading = Callable[[ReadTask], Iterator[str]]
 """Yields the texts of a task that are packed: `texts_of` or `prompts_and_texts_of`."""
 
 
-def plan_work(
-    work: WorkDir, request: Request, announce: Callable[[Tokenizer], object]
-) -> tuple[WorkPlan, Packing]:
+def plan_work(work: WorkDir, request: Request, announce: Announce) -> tuple[WorkPlan, Packing]:
     """Return the stored work plan, or make and store one, and how to pack it.
 
     `announce` is told of the likely tokenizer, before it is checked.
@@ -128,9 +126,7 @@ def change_of(work: WorkDir, stored: WorkPlan, request: Request) -> DataError | 
     return None
 
 
-def _tokenizer(
-    spec: str, plan: WorkPlan, request: Request, announce: Callable[[Tokenizer], object]
-) -> Tokenizer:
+def _tokenizer(spec: str, plan: WorkPlan, request: Request, announce: Announce) -> Tokenizer:
     in_parts = request.options.mask_field or request.options.chat
     read = prompts_and_texts_of if in_parts else texts_of
     tasks = plan.read_tasks

@@ -221,8 +221,7 @@ class LocalWorkers:
                 yield pack_range(item, packing, report)()
             return
         self.load(packing.tokenizer)
-        assert self._loading is not None
-        self._loading.join()
+        self._loading.join()  # type: ignore[union-attr]  # there is one now
         for worker in self._workers:
             worker.send(packing)
         yield from in_order(items, self._submit, lambda: self._collect(report))
