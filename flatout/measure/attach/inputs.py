@@ -63,12 +63,14 @@ class Batches:
 
     def look(self, batch: Any) -> None:
         """Note a batch."""
-        now = [one for one in tree_leaves(batch) if type(one) is Tensor and one.dim()]
-        if not now or self._looks > LEAST_EQUAL:
+        if self._looks > LEAST_EQUAL:  # in every later step
             return
-        is_first, before = self._looks == 0, self._before
+        now = [one for one in tree_leaves(batch) if type(one) is Tensor and one.dim()]
+        if not now:
+            return
+        before = self._before
         is_same = len(now) == len(before) and all(map(torch.equal, now, before))
-        self._looks += 1 if is_first or is_same else LEAST_EQUAL + 1
+        self._looks += 1 if is_same or not self._looks else LEAST_EQUAL + 1
         self._before = now if self._looks <= LEAST_EQUAL else []
         self.rows = len(now[0]) if self._looks == LEAST_EQUAL + 1 and is_same else None
 

@@ -90,7 +90,8 @@ class Work:
         """Nodes that no backward pass has gone through: line, seconds and step of their calls."""
         self._passes, self._hooks = [_Pass(None)], list[Any]()
         self._used, self._discarded = set[Any](), defaultdict[Any, float](float)
-        """Lines of passes and weights whose gradients are used, and cleared, and what it took."""
+        """Gradients that are used, and the seconds of those that are cleared, by the line of the
+        pass, its callers and the weights."""
         self._behind = set[Any]()
         """Nodes of a pass whose results a product uses."""
         self._read: list[Any] = []

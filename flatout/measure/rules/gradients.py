@@ -111,8 +111,8 @@ GRADIENTS = [
         "seen-targets",
         "A model that predicts the next token sees it.",
         lambda e: e.looks_ahead and "spoils",
-        "With other last tokens, the model's outputs before them change: it sees the tokens that "
-        "it learns to predict.",
+        "With a different last token, the model's outputs for the tokens before it change: it sees "
+        "what it learns to predict.",
         "Mask what comes later: scaled_dot_product_attention(..., is_causal=True), or a mask of "
         "torch.tril. Pad convolutions over time on the left only.",
         site="padding",
