@@ -230,7 +230,9 @@ class Evidence(Stored):
     python, save, logging, optimizer, recompile, compute, evaluation, evaluation-mode, op (the lines
     that call the most operations), own (lines outside of torch's training work), softmax (an
     attention without SDPA), float64, anomaly, threads, padding,
-    step (which calls the optimizer), line (work without weights, its backward pass included),
+    step (which calls the optimizer), clipped (where gradients are), seeded (a seed that is the one
+    before), training-mode (an evaluation in it), unshifted (targets that are the inputs), line
+    (work without weights, its backward pass included),
     repeated, unread and zero (work that is repeated or has no effect), again, discarded and lost
     (passes through the same graph, those whose gradients nothing uses, those of which some are
     used), created (weights that are new in each step),
@@ -428,6 +430,18 @@ class Evidence(Stored):
     """Whether outputs for tokens depend on later ones, which the model learns to predict."""
     tracer: str = ""
     """What follows all calls of the script in most steps: a profiler or a debugger."""
+    constant_inputs: bool = False
+    """Whether all inputs of the model had one value in the first steps."""
+    pixel_inputs: bool = False
+    """Whether an input of floats had whole numbers up to 255 in them."""
+    only_classes: Count = None
+    """Number of classes of the targets in successive steps, if each step has one or two of them."""
+    bare_steps: Number = None
+    """Share of an optimizer's steps that use the gradients of the step before again."""
+    clipped_to: float = 1.0
+    """Largest share of the gradients' norm that clipping left in the early steps."""
+    tiny_rates: float = 0.0
+    """Share of the steps with a learning rate of next to nothing, compared with the highest one."""
     same_rows: Count = None
     """Rows of the loader's first batches, if these all have the same values."""
     dataset_rows: Count = None

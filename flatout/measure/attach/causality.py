@@ -45,6 +45,22 @@ def predicted(inputs: Sequence[Tensor], targets: Tensor) -> int | None:
     return at[0] if len(at) == 1 else None
 
 
+def are_own(inputs: Sequence[Tensor], targets: Tensor) -> bool:
+    """Return whether targets are the tokens of an input, which are not all alike, themselves.
+
+    Shapes: inputs of any shape, those of tokens (B, T); targets with B * T elements.
+    """
+    return any(
+        tokens.dim() == 2
+        and tokens.shape[1] >= LEAST
+        and tokens.dtype == targets.dtype
+        and tokens.numel() == targets.numel()
+        and bool((tokens.reshape(-1) == targets.reshape(-1)).all())
+        and float((tokens[:, 1:] == tokens[:, :-1]).double().mean()) < MOSTLY
+        for tokens in inputs
+    )
+
+
 def looks_ahead(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], number: int
 ) -> bool:

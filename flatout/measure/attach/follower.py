@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import sys
 import threading
 import time
@@ -20,19 +21,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from flatout.config.registry import is_user_code
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.causality import looks_ahead
+from flatout.measure.attach.facts import (
+    Rates,
+    device_of,
+    mode_matters,
+    model_facts,
+    moved,
+    optimizer_facts,
+)
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
-from flatout.measure.attach.inputs import Inputs, rows_of
+from flatout.measure.attach.inputs import Inputs, rows_of, sorted_classes
 from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
 from flatout.measure.attach.lines import (
     Line,
@@ -78,6 +87,10 @@ SITED_STEPS = 3
 """First steps in which the places of forward and backward passes are noted."""
 FIXED_DATA_S = 8.0
 """Seconds for which steps of flatout's own run with one batch are screened."""
+DATA = ("data_wait", "checkpoint")
+"""Phases in which a module that is called is none of the loop: a transform of an image is one."""
+EVALUATION_PASSES = 3
+"""Passes in a row without gradients which are an evaluation, and no part of a step."""
 PLACES = {"optimizer": "optimizer", "loader": "rows", "anomaly": "anomaly", "threads": "threads"}
 """Kinds of calls in the script's files, and what their lines are evidence of."""
 
@@ -147,6 +160,10 @@ class Follower:
         self._traced, self._tracer = 0, ""
         """Steps in which a profiler or debugger of the script was on, and what it is."""
         self._has_anomaly_detection = self._in_autocast = False
+        self._rates, self._seeds = Rates(), dict[Any, Any]()
+        """The last seed of each package."""
+        self._passes_in_training_mode = 0
+        """Passes of the model without gradients in training mode, since the last step."""
         self._looks_ahead: bool | None = None
         """Whether the model sees the tokens that it predicts. None: this was not tried."""
         self._given: tuple[nn.Module, Any, Any] | None = None
@@ -158,6 +175,9 @@ class Follower:
             (nn.Module, "register_parameter", self._before_weights),
             (torch.autograd, "backward", partial(self._before_backward, True)),
             (torch.autograd, "grad", partial(self._before_backward, False)),
+            (torch, "manual_seed", partial(self._before_seed, torch)),
+            (np.random, "seed", partial(self._before_seed, np)),
+            (random, "seed", partial(self._before_seed, random)),
         ):
             stack.enter_context(replaced(owner, name, partial(observing, before)))
         self._optimizers = Steps(self._on_optimizer_step)
@@ -241,6 +261,8 @@ class Follower:
             self.stages.screening = self.screening
         if self.steps == EARLY_STEP:
             self._early_gradients = gradients_of_all()
+        self._rates.note(self._optimizers.optimizer)
+        self._passes_in_training_mode = 0
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
         self._passes_in_evaluation_mode = self._has_loss = False
         if self._depth is None:
@@ -351,6 +373,8 @@ class Follower:
             return None
         if self.stages is not None and not self._starts():
             return None
+        if self.stages is not None and self._timer.current in DATA:
+            return None
         self._is_inside = True
         is_forward = False
 
@@ -408,6 +432,11 @@ class Follower:
                 self._inputs.rows or 0
             )
             self._rollouts += is_rollout and key in self._trained
+            self._passes_in_training_mode += (
+                module.training and not is_rollout and module is self.model
+            )
+            if self._passes_in_training_mode == EVALUATION_PASSES:
+                self._note_line("training-mode")
             return is_rollout or key not in self._trained
         if self.model is not None and self._trained.get(key) and key == self._key(self.model):
             self._passes_in_evaluation_mode = not module.training
@@ -416,7 +445,7 @@ class Follower:
             return False
         if key not in self._trained and self.stages is None:
             size = sum(weights.numel() for weights in module.parameters())
-            if self.model is None or size >= self._parameters:
+            if size and size >= self._parameters:  # without weights, it is a transform of the data
                 self.model, self._parameters = module, size
                 self._in_autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
         self._trained[key] = self._trained.get(key, False) or module.training
@@ -445,6 +474,15 @@ class Follower:
         """Note weights that are created after the first steps."""
         if weights is not None and self.steps >= EARLY_STEP and not self._is_off:
             self._note_line("created")
+
+    def _before_seed(self, package: Any, seed: Any = None, *_: object) -> None:
+        """Note a seed that is the one before again."""
+        if self.stages is None or self.run is not None or not self._starts():
+            return
+        if isinstance(seed, int) and self._timer.current != "evaluation":
+            if self._seeds.get(package) == seed:
+                self._note_line("seeded")
+            self._seeds[package] = seed
 
     def _set_evaluating(self, is_evaluating: bool) -> None:
         if not is_evaluating:
@@ -569,6 +607,8 @@ class Follower:
             if recorder.work is not None:
                 calls_s = found.work_s + (found.host_s or 0.0) + (found.other_s or 0.0)
                 sites |= recorder.work.sites(stages.called_steps, calls_s)
+            if len(recorder.classes) == stages.called_steps:  # one loss in each
+                update["only_classes"] = sorted_classes(recorder.classes)
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
@@ -588,12 +628,17 @@ class Follower:
             update["bad_data"] = self._graphs.origin.is_data
         if (clip := self._learning.unclipped) is not None:
             lines["unclipped"] = clip
+        if (clip := self._learning.clipped[0]) is not None:
+            lines["clipped"] = clip
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
         by_line = self._lines.sites(steps)
-        if self._lines.total("created") < (steps - EARLY_STEP) / 2:
-            by_line.pop("created", None)  # once for all that follow
-        sites |= by_line
+        for kind in ("created", "seeded"):
+            if self._lines.total(kind) < (steps - EARLY_STEP) / 2:
+                by_line.pop(kind, None)  # once for all that follow
         matters = self.model is not None and mode_matters(self.model)
+        if self._optimizers.has_others or not matters:  # a pass makes data for another model
+            by_line.pop("training-mode", None)
+        sites |= by_line
         update |= {} if self.model is None else model_facts(self.model)
         update |= {
             "workers": self._hooks.workers,
@@ -605,6 +650,7 @@ class Follower:
             "dataset": self._hooks.dataset,
             "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
             "looks_ahead": self._looks_ahead,
+            "tiny_rates": self._rates.tiny / steps,
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
         }
         if self._traced > steps / 2:
@@ -615,79 +661,5 @@ class Follower:
         update |= self._course.found()
         update |= wasted(self._early_gradients, self.model, self._learning.first)
         update |= self._learning.found(self.model)
-        update |= _optimizer_facts(self._optimizers.optimizer)
+        update |= optimizer_facts(self._optimizers.optimizer)
         return found.model_copy(update=update | {"sites": {**found.sites, **sites}})
-
-
-def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
-    """Return the phases of a CPU after moving seconds from other work to computation.
-
-    Negative ones are lines in the forward pass that do not train: Python's part of it comes first.
-    """
-    other_s, compute_s, host_s = found.other_s, found.compute_s, found.host_s or 0.0
-    if found.on_gpu or other_s is None or compute_s is None:
-        return {}
-    seconds = min(max(seconds, -compute_s - host_s), other_s)
-    python_s = max(min(-seconds, host_s), 0.0)
-    return {
-        "other_s": other_s - seconds,
-        "host_s": None if found.host_s is None else host_s - python_s,
-        "compute_s": compute_s + seconds + python_s,
-    }
-
-
-def model_facts(model: nn.Module) -> dict[str, Any]:
-    """Return what changes of a model depend on, by the names in `Evidence`."""
-    modules = [*model.modules()]
-    largest = max(model.parameters(), key=Tensor.numel, default=torch.empty(0))
-    return {
-        "dtype": str(largest.dtype).removeprefix("torch."),
-        "convolutions": any(
-            isinstance(one, nn.Conv2d)
-            and not one.weight.is_contiguous(memory_format=torch.channels_last)
-            for one in modules
-        ),
-        "compiled": any(one._compiled_call_impl or hasattr(one, "_orig_mod") for one in modules),
-        "eager_attention": any(
-            getattr(getattr(one, "config", None), "_attn_implementation", "") == "eager"
-            for one in modules
-        ),
-    }
-
-
-def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
-    """Return class, implementation and number of tensors of an optimizer."""
-    if optimizer is None:
-        return {}
-    groups, way = optimizer.param_groups, None
-    module = sys.modules.get(type(optimizer).__module__)
-    if is_user_code(getattr(module, "__file__", None) or "<"):
-        way = "own"
-    elif "foreach" in groups[0]:
-        is_on_gpu = any(weights.is_cuda for group in groups for weights in group["params"])
-        uses_foreach = groups[0].get("foreach")
-        way = "foreach" if (is_on_gpu if uses_foreach is None else uses_foreach) else "for-loop"
-        way = "fused" if groups[0].get("fused") else way
-    tensors = sum(len(group["params"]) for group in groups)
-    return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
-
-
-def mode_matters(model: nn.Module) -> bool:
-    """Return whether some module computes something else in evaluation mode."""
-    return any(
-        "training" in type(module).forward.__code__.co_names
-        and all(getattr(module, name, True) != 0 for name in ("p", "dropout"))
-        for module in model.modules()
-        if hasattr(type(module).forward, "__code__")
-    )
-
-
-def device_of(model: torch.nn.Module | None) -> str:
-    """Return the device on which a loop computes."""
-    if model is not None:
-        for weights in model.parameters():
-            if weights.device.type == "cuda":
-                return str(weights.device)
-            return weights.device.type
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return "cuda" if used else "cpu"

@@ -1,4 +1,4 @@
-"""What the inputs of a loop's forward passes show: rows, sizes, padding, the same batch."""
+"""What a loop's steps are given: rows, sizes, padding, the same batch, values that tell nothing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
 LEAST_EQUAL = 5
 """Batches that must equal the first one."""
+MANY, PIXELS = 64, (100, 255)
+"""Fewest values of an input that tell something, and the largest one of an image in whole numbers.
+"""
 
 
 class Inputs:
@@ -29,6 +32,8 @@ class Inputs:
         self.size = 0
         """Elements of the largest input of each pass of this step, added up."""
         self._padding: list[float] = []
+        self._values: list[tuple[bool, bool]] = []
+        """What `values_of` returned for the first passes."""
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, reads: bool) -> None:
         """Note the inputs of a pass. `reads`: also what their values show, which waits for them."""
@@ -43,12 +48,16 @@ class Inputs:
         inputs = [one for one in tree_leaves((args, kwargs)) if type(one) is Tensor]
         with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
             self._padding += padding_of(inputs)
+            self._values += values_of(inputs)
 
     def found(self) -> dict[str, Any]:
         """Return what was seen, by the names in `Evidence`."""
+        are_known = len(self._values) >= LEAST_EQUAL
         return {
             "rows": self.rows,
             "padding": statistics.fmean(self._padding) if self._padding else None,
+            "constant_inputs": are_known and all(is_constant for is_constant, _ in self._values),
+            "pixel_inputs": are_known and all(are_pixels for _, are_pixels in self._values),
         }
 
 
@@ -92,6 +101,47 @@ def padding_of(inputs: Sequence[Tensor]) -> list[float]:
     if any(int(one.max()) > 1 for one in widest) and padded < width >= MIN_WIDTH:
         return [padded / width]
     return []
+
+
+def values_of(inputs: Sequence[Tensor]) -> list[tuple[bool, bool]]:
+    """Return whether all inputs have one value, and whether one is of pixels that are not scaled.
+
+    [] where they are too small to tell. Reading values waits for the device.
+    """
+    every = [one for one in inputs if one.dim() > 1 and one.numel() >= MANY]
+    is_constant = all(bool((one == one.flatten()[0]).all()) for one in every)
+    are_pixels = any(
+        PIXELS[0] < float(one.max()) <= PIXELS[1]
+        and float(one.min()) >= 0
+        and bool((one == one.round()).all())
+        for one in every
+        if one.is_floating_point()
+    )
+    return [(is_constant, are_pixels)] if every else []
+
+
+def classes_in(targets: Tensor) -> tuple[set[int], int]:
+    """Return the classes that targets have, and the number of targets. None of them: 0."""
+    if targets.is_floating_point():
+        return set(), 0
+    known = targets[targets >= 0]  # negative ones are ignored
+    return {*known.unique().tolist()}, known.numel()  # type: ignore[no-untyped-call]
+
+
+def sorted_classes(seen: Sequence[tuple[set[int], int]]) -> int | None:
+    """Return the number of classes in successive batches, if each batch has few of them.
+
+    `seen` is what `classes_in` returns for each. None: they are mixed, or too few to tell.
+    """
+    every = set[int]().union(*(classes for classes, _ in seen))
+    if len(seen) < LEAST_EQUAL or any(number < MANY / 8 for _, number in seen):
+        return None
+    if all(len(classes) == 1 for classes, _ in seen):
+        is_sure = len(every) > 1 or sum(number for _, number in seen) >= 4 * MANY  # some are rare
+        return len(every) if is_sure else None
+    are_few = all(8 * len(classes) <= number for classes, number in seen)
+    is_new = len(every) >= 3 * statistics.fmean(len(classes) for classes, _ in seen)
+    return len(every) if are_few and is_new else None
 
 
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

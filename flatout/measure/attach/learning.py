@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -51,6 +52,8 @@ class _Looks:
     """Whether another optimizer had its first weights before."""
     is_odd: bool = False
     """Whether its gradients are made in another way than by a plain `backward`."""
+    bare: int = 0
+    """Steps without a backward pass since the one before."""
     highest_lr: float | None = None
     backwards: int = 0
     """Backward passes since its last step."""
@@ -92,8 +95,8 @@ class Learning:
         """The first weights of each optimizer that there was."""
         self._new = 0
         """Optimizers whose first weights another one had."""
-        self._clips: list[tuple[Line | None, Tensor]] = []
-        """The line and the norm of gradients that were clipped."""
+        self._clips: list[tuple[Line | None, Tensor, float]] = []
+        """The line and the norm of gradients that were clipped, and the largest norm allowed."""
         clipping = ExitStack()
         clipping.enter_context(replaced(nn.utils, "clip_grad_norm_", self._clipping))
         self._removes = [
@@ -126,15 +129,24 @@ class Learning:
     @property
     def unclipped(self) -> Line | None:
         """Where gradients are clipped when there are none, which never clips. None: nowhere."""
-        is_vain = len(self._clips) >= LEAST and not any(bool(norm) for _, norm in self._clips)
+        is_vain = len(self._clips) >= LEAST and not any(bool(norm) for _, norm, _ in self._clips)
         return self._clips[-1][0] if is_vain else None
+
+    @property
+    def clipped(self) -> tuple[Line | None, float]:
+        """Where gradients are clipped, and the largest share of their norm that is left."""
+        if len(self._clips) < LEAST:
+            return None, 1.0
+        left = max(most / (max(float(norm), most) or 1.0) for _, norm, most in self._clips)
+        return self._clips[-1][0], left
 
     def _clipping(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(plain)
         def clip(*args: Any, **kwargs: Any) -> Tensor:
             norm = plain(*args, **kwargs)
             if self._removes and len(self._clips) < LOOKS:
-                self._clips.append((user_frame(sys._getframe(1)), norm.detach()))
+                most = float(args[1] if len(args) > 1 else kwargs["max_norm"])
+                self._clips.append((user_frame(sys._getframe(1)), norm.detach(), most))
             return norm
 
         return clip
@@ -146,7 +158,7 @@ class Learning:
         kinds = (nn.Embedding, nn.EmbeddingBag)
         tables = [] if model is None else [one for one in model.modules() if isinstance(one, kinds)]
         for optimizer, one in self._looks.items():
-            if one.is_odd or one.looks < LEAST:
+            if one.is_odd or one.bare or one.looks < LEAST:
                 continue
             reached = sum(int(each.sum()) for each in one.reached)
             moved = sum(int(each.sum()) for each in one.moved)
@@ -178,7 +190,13 @@ class Learning:
             key=lambda one: one["without_gradients"] + one["uncleared"] + (one["unmoved"] or 0.0),
             default={},
         )
-        return worst | {"new_optimizers": self._new / max(self._steps, LEAST)}
+        seen = [one for one in self._looks.values() if not one.is_odd]
+        bare = (one.bare / min(max(one.steps, LEAST), EARLY_STEPS + LOOKS) for one in seen)
+        return worst | {
+            "new_optimizers": self._new / max(self._steps, LEAST),
+            "bare_steps": max(bare, default=0.0),
+            "clipped_to": self.clipped[1],
+        }
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
@@ -195,7 +213,10 @@ class Learning:
         one = self._looks[optimizer]
         has_closure = len(args) > 1 and args[1] is not None
         one.is_odd |= has_closure or kwargs.get("closure") is not None
-        one.is_odd |= not one.weights or (one.steps > 0 and one.backwards == 0)
+        one.is_odd |= not one.weights
+        # values from before a step are there inside of another one, of the class that it extends
+        is_bare = one.steps > 0 and one.backwards == 0 and not one.before
+        one.bare += is_bare and not one.is_done
         one.steps += 1
         if one.is_done or one.steps <= EARLY_STEPS:
             return
@@ -213,7 +234,7 @@ class Learning:
         are_same = bool(one.had) and all(
             a is b for a, b in zip(now, one.had, strict=True) if a is not None
         )
-        is_kept = gradients and are_same and not one.is_cleared
+        is_kept = gradients and are_same and one.zeros and not one.is_cleared
         one.uncleared.append(~torch.stack(one.zeros).any() if is_kept else torch.tensor(False))
         one.before = [some_of(weights) for weights in one.weights]
         one.reached = one.reached or [
@@ -335,10 +356,14 @@ def are_zero(gradients: list[Tensor]) -> Tensor:
 def some_of(tensor: Tensor) -> Tensor:
     """Return a copy of some values, of a divided tensor those of this process.
 
+    Their stride has no factor in common with the last dimension, so that all columns take turns.
     Shapes: returns (at most SOME,).
     """
     own = getattr(tensor.detach(), "_local_tensor", tensor.detach())
-    return own.flatten()[:: max(own.numel() // SOME, 1)][:SOME].clone()
+    width, stride = own.shape[-1] if own.dim() else 1, max(own.numel() // SOME, 1)
+    while math.gcd(stride, width) > 1:
+        stride -= 1
+    return own.flatten()[::stride][:SOME].clone()
 
 
 def _share(seen: list[Tensor]) -> float:

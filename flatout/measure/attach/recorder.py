@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.config.registry import is_user_code
-from flatout.measure.attach.causality import predicted
+from flatout.measure.attach.causality import are_own, predicted
 from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.inputs import classes_in
 from flatout.measure.attach.lines import (
     MIN_SAMPLES,
     Line,
@@ -79,7 +80,9 @@ class CallRecorder(TorchFunctionMode):
         start one.
         """
         self.found = LineTotals()
-        """Lines of `op`, `softmax`, `float64`, `broadcast`, as in `Evidence.sites`."""
+        """Lines of `op`, `softmax`, `float64`, `broadcast` and others, as in `Evidence.sites`."""
+        self.classes: list[tuple[set[int], int]] = []
+        """For each loss of classes, those that its targets have, and their number."""
         self._phase = phase
         self._open: list[tuple[Any, Line]] = []
         """Nodes that no backward pass has gone through, and the lines that made them."""
@@ -159,7 +162,14 @@ class CallRecorder(TorchFunctionMode):
         every = returned if isinstance(returned, tuple) else (returned,)
         result = next((one for one in every if isinstance(one, Tensor)), None)
         name, phase = func.__name__, self._phase()
-        if phase not in ("forward", "other", "compute") or name in SKIPPED:
+        if phase not in ("forward", "other", "compute"):
+            return
+        if name in SKIPPED:
+            # torch's own code, which clears and clips gradients, asks for them, too
+            by_script = is_user_code(sys._getframe(3).f_code.co_filename)
+            is_gradient = result is not None and getattr(func, "__self__", None) is Tensor.grad
+            if by_script and is_gradient and self.work is not None:
+                self.work.gradients[result] = args[0]
             return
         line = user_frame(sys._getframe(1))
         if line is None:
@@ -189,9 +199,13 @@ class CallRecorder(TorchFunctionMode):
             is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
             if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
                 self.found.add("broadcast", line, seconds)
-        if name == "cross_entropy" and len(two) > 1 and self.predicted is None:
+        if name in ("cross_entropy", "nll_loss") and len(two) > 1:
             with torch._C.DisableTorchFunction():
-                self.predicted = predicted(self.inputs, two[1])
+                self.classes.append(classes_in(two[1]))
+                if self.predicted is None:
+                    self.predicted = predicted(self.inputs, two[1])
+                if are_own(self.inputs, two[1]):
+                    self.found.add("unshifted", line, seconds)
         if name in LOSSES_OF_LOGITS and two and _maker(two[0].grad_fn).startswith(NORMALISED):
             self.found.add("normalised", line, seconds)
         square = result.shape[-2:]

@@ -59,8 +59,11 @@ class Sites:
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, int, int], _Calls] = {}
-        self._forward: dict[int, Position] = {}
-        """Where each frame of user code is in the first forward pass since the last backward."""
+        self._forward: dict[tuple[int, CodeType], Position] = {}
+        """Where each frame of user code is in the first forward pass since the last backward.
+
+        One that has ended may have had the identity of another one.
+        """
         self.ignored: set[str] = set()
         """Kinds of calls of user code that do nothing."""
 
@@ -84,20 +87,23 @@ class Sites:
 
     def note_forward(self, frame: FrameType | None) -> None:
         """Note where user code calls the model."""
-        while frame is not None and not self._forward.get(id(frame)):
+        while frame is not None and (id(frame), frame.f_code) not in self._forward:
             if is_user_code(frame.f_code.co_filename):
-                self._forward[id(frame)] = _position(frame)
+                self._forward[id(frame), frame.f_code] = _position(frame)
             frame = frame.f_back
 
     def note_backward(self, frame: FrameType | None) -> None:
         """Record the place from the model's call to this one, in the function that makes both."""
-        while frame is not None and id(frame) not in self._forward:
+        while frame is not None and (id(frame), frame.f_code) not in self._forward:
             frame = frame.f_back
         noted, self._forward = self._forward, {}
         if frame is None:
             return
         code, key = frame.f_code, ("loss", id(frame.f_code), frame.f_lasti)
-        (line, _, column, _), (end_line, _, end_column, _) = noted[id(frame)], _position(frame)
+        (line, _, column, _), (end_line, _, end_column, _) = (
+            noted[id(frame), code],
+            _position(frame),
+        )
         if key not in self._calls:
             file = os.path.abspath(code.co_filename)
             site = Site(kind="loss", name="the loss", file=file, line=line, column=column,

@@ -70,6 +70,16 @@ class Steps:
         self._ended()
 
 
+def _shifted(offset: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that sets a seed, `plain`, for other seeds. Lists and None stay."""
+
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        first = [one + offset if isinstance(one, (int, np.integer)) else one for one in args[:1]]
+        return plain(*first, *args[1:], **kwargs)
+
+    return seed
+
+
 class StepTimer:
     """Times the steps of the script of this process, from one step of its optimizer to the next.
 
@@ -105,9 +115,7 @@ class StepTimer:
         for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
             getattr(owner, name)(offset)
             if offset:
-                replace(
-                    owner, name, lambda plain: lambda seed=0, *rest: plain(seed + offset, *rest)
-                )
+                replace(owner, name, partial(_shifted, offset))
 
     def _before_backward(self, *args: Any, **kwargs: Any) -> None:
         loss = loss_in(roots_of(args, kwargs))

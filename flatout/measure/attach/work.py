@@ -67,6 +67,8 @@ class _Pass:
     """Those that it gives gradients which nothing has used yet, their versions and some values."""
     size: int = 0
     """Numbers of all weights that it gives gradients."""
+    is_read: bool = False
+    """Whether the script computes with these gradients, such as projections of several losses."""
 
 
 class Work:
@@ -101,6 +103,8 @@ class Work:
         """Arguments that calls of lines were given, in this step and in the one before."""
         self._growing: set[Line] | None = None
         """Lines with more of them in each step than in the one before."""
+        self.gradients = WeakIdKeyDictionary()
+        """The weights of gradients that the script's own code has asked for."""
         self._unread: defaultdict[Line, float] = defaultdict(float)
         self._zero: defaultdict[Line, float] = defaultdict(float)
         self._not_zero: set[Line] = set()
@@ -117,6 +121,9 @@ class Work:
         kind = "model" if is_inherent else "line"
         self.found.add(kind, line, seconds)
         given = tree_leaves((args, kwargs))
+        for one in given if func.__name__ != "zero_" else ():
+            if isinstance(one, Tensor) and one in self.gradients:
+                self._note_read(self.gradients[one])
         self._sizes[line] += len(given)
         results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         self._note_repeated(func, given, results, line, seconds)
@@ -153,6 +160,13 @@ class Work:
         for node in reached:
             if (weights := getattr(node, "variable", None)) is not None:
                 self._hooks.append(node.register_prehook(partial(self._note_given, weights)))
+
+    def _note_read(self, weights: Tensor) -> None:
+        """Note that the script computes with the gradient of some weights: it is not in vain."""
+        for one in self._passes:
+            left = [each for each in one.weights if each[0] is not weights]
+            one.is_read |= len(left) < len(one.weights)
+            one.weights = left
 
     @guarded
     def _note_given(self, weights: Tensor, _: object) -> None:
@@ -265,7 +279,7 @@ class Work:
 
     def _time(self, node: Any, kind: str, line: Line, forward_s: float) -> None:
         """Time a node's part of backward passes, and see whether its gradients are zero."""
-        start_s, unused, first = 0.0, 0.0, list[Line | None]()
+        start_s, unused, first = 0.0, 0.0, list[_Pass | None]()
         is_product = PRODUCT.search(node.name())
 
         def before(gradients: Sequence[Tensor | None]) -> None:
@@ -286,10 +300,10 @@ class Work:
             seconds, now = time.perf_counter() - start_s, self._passes[-1]
             now.seconds += seconds
             self.found.seconds[kind][line] += seconds
-            if first and first[0]:
-                self.found.add("again", first[0], seconds)
+            if first and first[0] and first[0].line and not first[0].is_read:
+                self.found.add("again", first[0].line, seconds)
             # derivatives of derivatives need the graph once more
-            first.append(None if torch.is_grad_enabled() else now.line)
+            first.append(None if torch.is_grad_enabled() else now)
             if line in self._zero:
                 self._zero[line] += seconds
             if unused:

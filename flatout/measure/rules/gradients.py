@@ -6,6 +6,8 @@ import math
 
 from flatout.measure.rules import row
 
+TIGHT = 1e-3
+"""Share of the gradients' norm that clipping leaves only by mistake."""
 LEAST_UNREACHED = 0.1
 """Share of the weights without a gradient that is no part which the model merely does not use."""
 
@@ -99,6 +101,16 @@ GRADIENTS = [
         site="again",
     ),
     row(
+        "repeated-steps",
+        "An optimizer takes several steps with the same gradients.",
+        # without any backward pass, they are made in another way
+        lambda e: 0.3 <= (e.bare_steps or 0.0) <= 0.8 and "spoils",
+        "{e.bare_steps:.0%} of the optimizer's steps repeat the step before, with the same "
+        "gradients.",
+        "Call optimizer.step() once after each backward pass.",
+        site="step",
+    ),
+    row(
         "same-batch",
         "Each step gets the same rows, although there are others.",
         lambda e: e.same_rows and (e.dataset_rows or 0) > 2 * e.same_rows and "spoils",
@@ -112,10 +124,28 @@ GRADIENTS = [
         "A model that predicts the next token sees it.",
         lambda e: e.looks_ahead and "spoils",
         "With a different last token, the model's outputs for the tokens before it change: it sees "
-        "what it learns to predict.",
+        "what it learns to predict. Only an autoencoder does so by design.",
         "Mask what comes later: scaled_dot_product_attention(..., is_causal=True), or a mask of "
         "torch.tril. Pad convolutions over time on the left only.",
         site="padding",
+    ),
+    row(
+        "tight-clipping",
+        "Gradients are clipped to a tiny part of their norm.",
+        lambda e: e.clipped_to < TIGHT and "spoils",
+        "Gradients are clipped to less than {e.clipped_to:.1g} of their norm in each step at "
+        "{site}.",
+        "Use a max_norm near the norm that most steps have, which clip_grad_norm_ returns.",
+        site="clipped",
+    ),
+    row(
+        "training-mode",
+        "The model is evaluated in training mode.",
+        lambda e: e.site("training-mode") and "spoils",
+        "The evaluation at {site} runs the model in training mode: dropout is on, and batch norm "
+        "learns from the data of the evaluation.",
+        "Call model.eval() before it, and model.train() after it.",
+        site="training-mode",
     ),
     row(
         "uncleared-gradients",
@@ -190,6 +220,16 @@ GRADIENTS = [
         "parameters(): no optimizer updates them.",
         "Keep them in nn.ModuleList, nn.ModuleDict or nn.ParameterList.",
         site="optimizer",
+    ),
+    row(
+        "vanished-rate",
+        "The schedule ends long before the run.",
+        lambda e: e.tiny_rates > 0.25 and "spoils",
+        "In {e.tiny_rates:.0%} of the steps the learning rate is less than a ten-thousandth of its "
+        "highest value: the schedule has ended, and the run goes on.",
+        "Call scheduler.step() in the unit in which the schedule was given its length: once per "
+        "epoch, or after each step.",
+        site="step",
     ),
     row(
         "wasted-gradients",

@@ -425,6 +425,17 @@ ROWS = [
         shows="planned_steps tokens_per_step train_tokens",
     ),
     row(
+        "many-workers",
+        "The DataLoader has many more processes than there are cores.",
+        lambda e: (e.workers or 0) > 2 * (e.cores or math.inf) and "warns",
+        "The DataLoader has {e.workers} processes on {e.cores} cores: they take turns with the "
+        "training.",
+        lambda e, _: (
+            f"Use num_workers={max((e.cores or 2) - 1, 1)}, or measure which number helps."
+        ),
+        site="rows",
+    ),
+    row(
         "memory-bound",
         "The GPU spends much of each step on elementwise work that torch.compile would fuse.",
         lambda e: (

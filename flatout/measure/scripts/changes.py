@@ -81,7 +81,11 @@ def edit_of(name: str, device: str = "{device}") -> Edit:
     edit, workers = CHANGES[name].edit, str(num_workers())
 
     def filled(keywords: Mapping[str, str]) -> dict[str, str]:
-        return {key: text.replace("{workers}", workers) for key, text in keywords.items()}
+        return {
+            key: text.format(workers=workers, on_cpu=True)
+            for key, text in keywords.items()
+            if device == "cpu" or "{on_cpu}" not in text
+        }
 
     return replace(
         edit,
@@ -217,9 +221,9 @@ CHANGES = {
             at="loss",
             around='{torch}.autocast("{device}", dtype={torch}.bfloat16)',
             library={
-                HF: {"bf16": "True"},
+                HF: {"bf16": "True", "use_cpu": "{on_cpu}"},  # where it asks for a GPU otherwise
                 "Accelerator": {"mixed_precision": '"bf16"'},
-                "Fabric": {"precision": '"bf16-mixed"'},
+                "Fabric lightning:Trainer": {"precision": '"bf16-mixed"'},
             },
         ),
         lambda e: {

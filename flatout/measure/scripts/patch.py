@@ -32,7 +32,7 @@ class Edit:
     """What the loss is computed inside, as the expression of a `with` statement."""
     library: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Arguments that do the same where a library makes the calls, by the last words of the
-    classes that take them."""
+    classes that take them, of one with a common name after the package that a file imports."""
     keywords: Mapping[str, str] = field(default_factory=dict)
     """Arguments to set in the call, as source text."""
     lines: tuple[str, ...] = ()
@@ -178,6 +178,8 @@ class _Source:
         self.path, self.data = path, data
         self.edits: Made = {}
         self._tree, self._newline = ast.parse(data), b"\r\n" if b"\r\n" in data else b"\n"
+        modules = (n for n in ast.walk(self._tree) if isinstance(n, ast.Import | ast.ImportFrom))
+        self._imported = " ".join(map(ast.unparse, modules))
         self._starts = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
 
     def edit(self, edit: Edit, site: Site) -> str | None:
@@ -199,7 +201,8 @@ class _Source:
         calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
         for (known, keywords), call in product(edit.library.items(), calls):
             name = ast.unparse(call.func).rpartition(".")[2]
-            if name.endswith(tuple(known.split())):
+            every = (each.rpartition(":") for each in known.split())
+            if any(name.endswith(end) for package, _, end in every if package in self._imported):
                 is_known, made = True, self._set(keywords, call, None)
                 if isinstance(made, dict) and self._is_valid(made):
                     self.edits |= made
@@ -325,6 +328,14 @@ class _Source:
         if not isinstance(statement, ast.Expr) or statement.value is not call:
             return "it is part of a longer statement"
         without: Made = {(*lines, ""): b""}
+        name = ast.unparse(call.func).partition(".")[0]
+        uses = [n for n in ast.walk(self._tree) if isinstance(n, ast.Name) and n.id == name]
+        for one in ast.walk(self._tree) if len(uses) == 1 else ():  # what imports it goes, too
+            if isinstance(one, ast.Import) and [ast.unparse(each) for each in one.names] == [name]:
+                whole = self._at(one.lineno, 0), self._starts[one.end_lineno or 0]
+                more = {**without, (*whole, ""): b""}
+                alone = self.data[slice(*whole)].strip() == self.data[slice(*self._span(one))]
+                without = more if alone and self._is_valid(more) else without
         is_removed = has_own_lines and self._is_valid(without)
         return without if is_removed else {(first, last, ""): b"pass"}
 

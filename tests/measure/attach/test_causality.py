@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flatout.measure.attach.causality import looks_ahead, predicted
+from flatout.measure.attach.causality import are_own, looks_ahead, predicted
 from flatout.measure.attach.follower import Follower
 
 TOKENS = torch.randint(1, 50, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -113,3 +113,12 @@ def test_a_loop_is_tried_only_where_nobody_needs_its_results(tries, mix, answer,
     finally:
         loop.close()
     assert (found.looks_ahead, len(calls), caplog.messages) == (answer, 60 + more, [])
+
+
+def test_targets_that_are_the_tokens_themselves_are_told_from_the_next_ones():
+    assert are_own([TOKENS], TOKENS)
+    assert are_own([torch.ones(4), TOKENS], TOKENS.flatten())
+    masked = torch.where(torch.rand(TOKENS.shape) < 0.15, TOKENS, -100)
+    for targets in (TOKENS.roll(-1, 1), TOKENS[:, 1:], masked, TOKENS.float()):
+        assert not are_own([TOKENS], targets)
+    assert not are_own([torch.ones_like(TOKENS)], torch.ones_like(TOKENS))

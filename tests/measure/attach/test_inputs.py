@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout.measure.attach.inputs import Batches, Inputs
+from flatout.measure.attach.inputs import Batches, Inputs, classes_in, sorted_classes
 
 
 def padded(lengths, width=64, *, left=False):
@@ -79,3 +79,49 @@ def test_batches_with_the_same_values_are_noticed(batch, rows):
     for step in range(9):
         batches.look(batch(step))
     assert batches.rows == rows
+
+
+IMAGES = (255 * torch.rand(6, 8, 3, 16, generator=torch.Generator().manual_seed(0))).round()
+
+
+@pytest.mark.parametrize(
+    ("pass_", "found"),
+    [
+        (lambda step: [torch.zeros(8, 16)], "constant_inputs"),
+        (lambda step: [torch.zeros(8, 16), torch.ones(8, 16, dtype=torch.bool)], "constant_inputs"),
+        (lambda step: [torch.full((8, 16), 0.1 * step)], "constant_inputs"),
+        (lambda step: [torch.zeros(8, 16), IMAGES[step] / 255], ""),
+        (lambda step: [torch.zeros(8, 16) if step else IMAGES[0] / 255], ""),
+        (lambda step: [torch.zeros(8)], ""),  # the time of a differential equation
+        (lambda step: [IMAGES[step]], "pixel_inputs"),
+        (lambda step: [IMAGES[step].long()], ""),  # tokens
+        (lambda step: [IMAGES[step] - 128], ""),
+        (lambda step: [IMAGES[step] + 0.5], ""),
+    ],
+)
+def test_inputs_whose_values_tell_nothing_or_are_not_scaled_are_noticed(pass_, found):
+    inputs = Inputs()
+    for step in range(6):
+        inputs.look(pass_(step), {}, reads=True)
+    seen = inputs.found()
+    assert {name for name in ("constant_inputs", "pixel_inputs") if seen[name]} == {*found.split()}
+
+
+LABELS = torch.arange(2000) // 100
+BATCHES = {
+    "sorted": (lambda step: LABELS[64 * step :][:64], 6),
+    "one class in each": (lambda step: LABELS[100 * step :][:32], 8),
+    "one class": (lambda step: torch.full((4, 8), 3), 1),
+    "one class, and ignored rows": (lambda step: torch.tensor([step % 2] * 8 + [-100] * 8), 2),
+    "shuffled": (lambda step: LABELS[torch.arange(64) * 7 + step], None),
+    "a rare class": (lambda step: torch.tensor([0] * 15 + [int(step == 3)]), None),
+    "few rows of one class": (lambda step: torch.zeros(8, dtype=torch.long), None),
+    "one row": (lambda step: torch.tensor([step]), None),
+    "different tokens": (lambda step: torch.arange(64) + 64 * step, None),
+    "numbers": (lambda step: torch.ones(64), None),
+}
+
+
+@pytest.mark.parametrize(("batch", "classes"), BATCHES.values(), ids=BATCHES)
+def test_targets_that_are_sorted_by_class_are_told_from_shuffled_ones(batch, classes):
+    assert sorted_classes([classes_in(batch(step)) for step in range(8)]) == classes

@@ -36,6 +36,12 @@ for micro in range(3):
 optimizer.step()
 net.zero_grad()
 """,
+    "clipped": """
+backward(loss_of(net))
+nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+nn.utils.clip_grad_norm_(net.parameters(), max_norm=float("inf"))
+optimizer.step(); optimizer.zero_grad()
+""",
     "by hand": """
 for weights in net.parameters():
     weights.grad = None
@@ -97,6 +103,13 @@ backward(loss_of(net)); adam.step(); adam.zero_grad()
     "unreached-weights": """
 both = space.setdefault("both", torch.optim.SGD([*net.parameters(), *other.parameters()], lr=1e-2))
 backward(other(net(x).detach()).square().mean()); both.step(); both.zero_grad()
+""",
+    "repeated-steps": """
+backward(loss_of(net)); optimizer.step(); optimizer.step(); optimizer.zero_grad()
+""",
+    "tight-clipping": """
+backward(loss_of(net)); nn.utils.clip_grad_norm_(net.parameters(), 1e-6)
+optimizer.step(); optimizer.zero_grad()
 """,
     "unmoved-weights": """
 optimizer.param_groups[0]["lr"] = 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.measure.attach.follower import moved
+from flatout.measure.attach.facts import moved
 from flatout.measure.attach.lines import LineTotals, user_frame
 from flatout.measure.attach.recorder import (
     CallRecorder,

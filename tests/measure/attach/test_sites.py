@@ -121,6 +121,7 @@ def test_the_sites_of_a_script_can_be_patched(run, tmp_path):
     assert patch.by_hand == []
     changed = [line[1:] for line in patch.diff.splitlines()[3:] if line[0] in "+-"]
     assert changed == [
+        "import gc",
         "    lr=1e-3)",
         "    lr=1e-3, fused=True)",
         "    for (x,) in DataLoader(data, batch_size=2):",
@@ -504,3 +505,16 @@ def test_results_that_are_read_after_the_block_are_fp32_as_before(tmp_path):
     exec(text, space)
     scores, classes, _ = space["train"](3)
     assert (str(scores.dtype), str(classes.dtype)) == ("float32", "int64")
+
+
+def test_a_backward_pass_that_a_library_makes_has_no_place_in_the_script(tmp_path):
+    sites, space = Sites(), {"sys": sys}
+    space["sites"] = sites
+    called = "def call(): sites.note_forward(sys._getframe())\n"
+    exec(compile(called, str(tmp_path / "train.py"), "exec"), space)
+    made = "def go(): sites.note_backward(sys._getframe())\n"
+    exec(compile(made, f"{sys.prefix}/lib/python3/site-packages/library.py", "exec"), space)
+    for _ in range(20):  # a new frame may have the identity of one that has ended
+        space["call"]()
+        space["go"]()
+    assert {site.file for site in sites.found(None)} <= {__file__}  # which calls both

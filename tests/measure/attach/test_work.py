@@ -279,6 +279,36 @@ step(net(images).square().mean())
     assert "lost" not in found(another)
 
 
+def test_gradients_that_a_script_computes_with_are_neither_lost_nor_repeated(found):
+    private = """
+total = [torch.zeros_like(one) for one in net.parameters()]
+for rows in images.split(16):
+    loss = head(net(rows)).square().mean()
+    recorder.note_backward([loss])
+    loss.backward()
+    for one, kept in zip(total, net.parameters()):
+        one += kept.grad / (1 + kept.grad.norm())
+    optimizer.zero_grad()
+for one, kept in zip(total, net.parameters()):
+    kept.grad = one
+optimizer.step()
+"""
+    assert "lost" not in found(private)
+    projected = """
+hidden = net(images)
+gradients = []
+for loss in (head(hidden).square().mean(), head(hidden).abs().mean()):
+    optimizer.zero_grad()
+    recorder.note_backward([loss])
+    loss.backward(retain_graph=True)
+    gradients.append([one.grad{read} for one in net.parameters()])
+optimizer.step()
+"""
+    assert "again" not in found(projected.format(read=".clone()"))
+    cleared = projected.format(read=".zero_()")
+    assert found(cleared)["again"] == {"recorder.note_backward([loss])"}
+
+
 @pytest.mark.parametrize("loop", USED.values(), ids=USED)
 def test_gradients_that_something_uses_are_not_discarded(found, loop):
     assert "discarded" not in found(loop)

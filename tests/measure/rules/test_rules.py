@@ -126,6 +126,16 @@ cpu:
   seen-targets: {looks_ahead: true, site: padding}
   same-batch: {same_rows: 8, dataset_rows: 500, site: padding}
   tracing: {tracer: cProfile}
+  many-workers: {workers: 32, site: rows}
+  vanished-rate: {tiny_rates: 0.9, site: step}
+  constant-inputs: {constant_inputs: true, site: padding}
+  repeated-steps: {bare_steps: 0.5, site: step}
+  same-randomness: {site: seeded}
+  sorted-data: {only_classes: 4, site: rows}
+  tight-clipping: {clipped_to: 1.0e-5, site: clipped}
+  training-mode: {site: training-mode}
+  unscaled-inputs: {pixel_inputs: true, site: padding}
+  unshifted-targets: {site: unshifted}
   unreached-weights: {unreached: 0.4, unreached_names: [encoder.weight], site: optimizer}
   unregistered-weights: {unregistered: [layers], wasted_gradients: 0.7}
   growing-memory: {kept_graphs: 1.0, kept_by: total, growth_bytes: 1048576}

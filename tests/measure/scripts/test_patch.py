@@ -255,6 +255,10 @@ def test_a_library_takes_arguments_instead(patched):
     source = "c = Config(a)\nd = DataLoader(x)\n"
     result, _ = patched(source, workers)  # the script makes the call itself
     assert result == "c = Config(a)\nd = DataLoader(x, num_workers=4)\n"
+    trainer = Edit(at="loss", around="bf16()", library={"lightning:Trainer": {"precision": "16"}})
+    source = "import lightning as L\nt = L.Trainer(epochs=1)\nloss = model(x)\nloss.backward()\n"
+    assert patched(source, trainer)[0] == source.replace("epochs=1", "epochs=1, precision=16")
+    assert patched(source.replace("lightning", "transformers"), trainer)[0].count("precision") == 0
 
 
 LINES = [
@@ -315,6 +319,9 @@ REMOVED = [
     ("x()\n    \ngc.collect()", "x()\n    \n"),
     ("if x:\n    gc.collect()\ny()\n", "if x:\n    pass\ny()\n"),
     ("if x: gc.collect()\n", "if x: pass\n"),
+    ("import gc\nx()\ngc.collect()\n", "x()\n"),
+    ("import gc, sys\nx()\ngc.collect()\n", "import gc, sys\nx()\n"),
+    ("import gc\ngc.disable()\ngc.collect()\n", "import gc\ngc.disable()\n"),
     ("x(); gc.collect(); y()\n", "x(); pass; y()\n"),
     (
         "for x in y:\n    gc.collect()\n    torch.cuda.empty_cache()\n",

@@ -120,6 +120,73 @@ def test_training_in_evaluation_mode_and_weights_without_an_optimizer_are_named(
     assert found.shares.get("evaluation", 0.0) < 0.2
 
 
+SPOILED = (
+    START
+    + """
+model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # made for epochs
+rows = torch.randn(256, 64)
+for step in range(100_000):
+    torch.manual_seed(1)
+    loss = nn.functional.cross_entropy(model(rows), torch.full((256,), step % 4))
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-5)
+    optimizer.step()
+    schedule.step()
+    if step % 20 == 5:
+        with torch.no_grad():
+            for part in rows.split(64):
+                nn.functional.mse_loss(model(torch.cat(4 * [part])), torch.zeros(256, 4))
+"""
+)
+
+
+def test_a_seed_in_each_step_sorted_data_and_an_evaluation_in_training_mode_are_named(diagnose):
+    named = {one.name: one.site and one.site.text for one in diagnose(SPOILED).findings}
+    assert named["same-randomness"] == "torch.manual_seed(1)"
+    assert named["tight-clipping"] == "nn.utils.clip_grad_norm_(model.parameters(), 1e-5)"
+    assert "mse_loss" in named["training-mode"]
+    assert "model(rows)" in named["sorted-data"]
+    assert named["vanished-rate"] == "optimizer.step()"
+
+
+AUGMENTS = (
+    START
+    + """
+class Blur(nn.Module):
+    def forward(self, image):
+        for _ in range(20):
+            image = nn.functional.avg_pool2d(image, 3, 1, 1)
+        return image
+
+class Images(Dataset):
+    blur = Blur()
+
+    def __len__(self):
+        return 512
+
+    def __getitem__(self, index):
+        return self.blur(torch.full((1, 64, 64), float(index)))[0, 0]
+
+model = nn.Linear(64, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for epoch in range(1000):
+    for rows in DataLoader(Images(), batch_size=16, shuffle=True):
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+)
+
+
+def test_modules_that_transform_items_are_part_of_waiting_for_data(diagnose):
+    found = diagnose(AUGMENTS)
+    assert found.shares["data_wait"] > 0.5
+    assert "slow-data" in names(found)
+
+
 EVALUATES = (
     START
     + """

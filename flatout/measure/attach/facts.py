@@ -1,0 +1,105 @@
+"""Facts of the model and the optimizer of a loop, and of the learning rates that it has taken."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.config.registry import is_user_code
+from flatout.measure.evidence import Evidence
+
+TINY_RATE = 1e-4
+"""Share of the highest learning rate below which nothing is learned."""
+
+
+class Rates:
+    """The learning rates of the steps so far."""
+
+    def __init__(self) -> None:
+        self._highest = 0.0
+        self.tiny = 0
+        """Steps whose rate is next to nothing beside the highest one before."""
+
+    def note(self, optimizer: Any) -> None:
+        """Note that of a step."""
+        rate = optimizer.param_groups[0].get("lr")
+        if isinstance(rate, (int, float)):  # reading a tensor may wait for a GPU
+            self._highest = max(rate, self._highest)
+            self.tiny += rate < TINY_RATE * self._highest
+
+
+def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
+    """Return the phases of a CPU after moving seconds from other work to computation.
+
+    Negative ones are lines in the forward pass that do not train: Python's part of it comes first.
+    """
+    other_s, compute_s, host_s = found.other_s, found.compute_s, found.host_s or 0.0
+    if found.on_gpu or other_s is None or compute_s is None:
+        return {}
+    seconds = min(max(seconds, -compute_s - host_s), other_s)
+    python_s = max(min(-seconds, host_s), 0.0)
+    return {
+        "other_s": other_s - seconds,
+        "host_s": None if found.host_s is None else host_s - python_s,
+        "compute_s": compute_s + seconds + python_s,
+    }
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return what changes of a model depend on, by the names in `Evidence`."""
+    modules = [*model.modules()]
+    largest = max(model.parameters(), key=Tensor.numel, default=torch.empty(0))
+    return {
+        "dtype": str(largest.dtype).removeprefix("torch."),
+        "convolutions": any(
+            isinstance(one, nn.Conv2d)
+            and not one.weight.is_contiguous(memory_format=torch.channels_last)
+            for one in modules
+        ),
+        "compiled": any(one._compiled_call_impl or hasattr(one, "_orig_mod") for one in modules),
+        "eager_attention": any(
+            getattr(getattr(one, "config", None), "_attn_implementation", "") == "eager"
+            for one in modules
+        ),
+    }
+
+
+def optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    """Return class, implementation and number of tensors of an optimizer."""
+    if optimizer is None:
+        return {}
+    groups, way = optimizer.param_groups, None
+    module = sys.modules.get(type(optimizer).__module__)
+    if is_user_code(getattr(module, "__file__", None) or "<"):
+        way = "own"
+    elif "foreach" in groups[0]:
+        is_on_gpu = any(weights.is_cuda for group in groups for weights in group["params"])
+        uses_foreach = groups[0].get("foreach")
+        way = "foreach" if (is_on_gpu if uses_foreach is None else uses_foreach) else "for-loop"
+        way = "fused" if groups[0].get("fused") else way
+    tensors = sum(len(group["params"]) for group in groups)
+    return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
+
+
+def mode_matters(model: nn.Module) -> bool:
+    """Return whether some module computes something else in evaluation mode."""
+    return any(
+        "training" in type(module).forward.__code__.co_names
+        and all(getattr(module, name, True) != 0 for name in ("p", "dropout"))
+        for module in model.modules()
+        if hasattr(type(module).forward, "__code__")
+    )
+
+
+def device_of(model: torch.nn.Module | None) -> str:
+    """Return the device on which a loop computes."""
+    if model is not None:
+        for weights in model.parameters():
+            if weights.device.type == "cuda":
+                return str(weights.device)
+            return weights.device.type
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "cuda" if used else "cpu"

@@ -1,0 +1,59 @@
+"""What steps are given: data and random numbers that spoil what is learned from them."""
+
+from __future__ import annotations
+
+from flatout.measure.rules import row
+
+INPUTS = [
+    row(
+        "constant-inputs",
+        "All inputs of the model have one value.",
+        lambda e: e.constant_inputs and "spoils",
+        "All values of each input of the model are the same: it is given nothing to learn from.",
+        "Look at a batch where it is made: a division of integers, a wrong scale or an overflow.",
+        site="padding",
+    ),
+    row(
+        "same-randomness",
+        "Each step sets the same random seed.",
+        lambda e: e.site("seeded") and "spoils",
+        "Each step sets the seed at {site} to the number that it has already: dropout, noise, "
+        "shuffling and augmentation are the same every time.",
+        "Set the seed once, before the loop.",
+        site="seeded",
+        unless="same-batch",
+    ),
+    row(
+        "sorted-data",
+        "The rows are sorted by class.",
+        lambda e: e.only_classes and "spoils",
+        "The targets of a batch are of one class, or hardly more, and of others in later batches: "
+        "each step unlearns the classes before.",
+        lambda e, _: (
+            e.only_classes == 1
+            and "Look at the targets: those of all batches that were seen are of the same class."
+        ),
+        "Shuffle the rows: DataLoader(shuffle=True), or a new torch.randperm in each epoch.",
+        site="rows padding",
+        unless="same-batch",
+    ),
+    row(
+        "unscaled-inputs",
+        "The model is given pixels from 0 to 255.",
+        lambda e: e.pixel_inputs and "warns",
+        "The model is given whole numbers up to 255, as of pixels: the first updates are too "
+        "large.",
+        "Scale them: images / 255, less their mean, divided by their standard deviation.",
+        site="padding",
+    ),
+    row(
+        "unshifted-targets",
+        "The targets of a model of tokens are its inputs.",
+        lambda e: e.site("unshifted") and "spoils",
+        "The targets of the loss at {site} are the tokens that the model is given: it learns to "
+        "repeat them. Only an autoencoder does so by design.",
+        "Predict the next token: logits[:, :-1] with tokens[:, 1:].",
+        site="unshifted",
+    ),
+]
+"""Sorted by name."""
