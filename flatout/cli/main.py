@@ -67,14 +67,16 @@ Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
 Train language models and speed up PyTorch scripts, with each gain measured.
 
+Get started:
+  flatout demo book.txt                  train a small model on your text
+  flatout diagnose -- python train.py    see what slows your own script down
+
 Commands:
 {commands}
 
 Options:
   --version  Show the version.
   --help     Show this text; `flatout COMMAND --help` explains a command.
-
-Get started: flatout demo
 """
 
 

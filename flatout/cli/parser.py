@@ -70,8 +70,7 @@ def build(name: str) -> click.Command:
     return click.Command(
         name,
         params=params,
-        help=help_text(command),
-        epilog=f"Example: {command.example}",
+        help=f"Example: {command.example}\n\n{help_text(command)}",
         options_metavar=usage,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

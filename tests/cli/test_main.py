@@ -410,3 +410,12 @@ def test_every_command_has_an_example_and_help(name):
     assert all(getattr(parameter, "help", None) for parameter in options.params), (
         "every argument and option has a help text"
     )
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS.names())
+def test_help_starts_with_the_common_case(name):
+    command = cli.COMMANDS.get(name)
+    _usage, example, *_rest = parser.help_of(name).split("\n\n")
+    assert " ".join(example.split()) == f"Example: {command.example}"
+    takes_script = "script" in inspect.signature(command.call).parameters
+    assert takes_script == (" -- python train.py" in command.example)

@@ -15,7 +15,7 @@ ROOMS = {
     "measure": 96_524,
     "data": 58_224,
     "training": 55_072,
-    "cli": 24_210,
+    "cli": 24_202,
     "models": 22_589,
     "assembly": 16_992,
     "config": 10_295,

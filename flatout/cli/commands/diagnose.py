@@ -1,4 +1,4 @@
-"""Show what slows a run down, with evidence, and how to fix it."""
+"""Show what slows a script or a run down, and how to fix it."""
 
 from __future__ import annotations
 
@@ -156,6 +156,6 @@ def find_recorded(name: str | Path) -> Path | None:
 
 COMMAND = Command(
     diagnose,
-    example="flatout diagnose shakespeare-char data.path=data/s",
+    example="flatout diagnose -- python train.py",
     writes_files=False,
 )

@@ -69,6 +69,6 @@ def export(
 
 COMMAND = Command(
     export,
-    example="flatout export runs/demo --to huggingface --out demo-hf",
+    example="flatout export runs/demo --out demo-hf",
     writes_files=True,
 )

@@ -1,4 +1,4 @@
-"""Profile some steps of a recipe: a trace and its kernels."""
+"""Profile some steps of a script or a recipe: a trace and its kernels."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def profile(
 ) -> Profile:
     """Show where the time of a few training steps goes.
 
+    After `--` comes the command of any PyTorch training script, which is not edited and ends after
+    these steps. A recipe is profiled with `flatout profile my.yaml`.
+
     The steps are those of training, after warm-up and compilation, without evaluations and saves.
     The trace opens in Perfetto. The table shows kernels by class with their share of the time. On a
     GPU, torch's memory snapshot is written as well. Nothing is saved but the profile.
-
-    After `--` comes the command of any PyTorch training script, which is not edited and ends after
-    these steps: `flatout profile -- python train.py`.
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.
     """
@@ -72,7 +72,7 @@ def profile(
 
 COMMAND = Command(
     profile,
-    example="flatout profile shakespeare-char data.path=data/s --steps 5",
+    example="flatout profile -- python train.py",
     writes_files=True,
     is_timed=True,
 )

@@ -260,7 +260,7 @@ def processes(
 
 COMMAND = Command(
     train,
-    example="flatout train shakespeare-char data.path=data/s --json",
+    example="flatout train shakespeare-char data.path=data/book",
     processes=processes,
     writes_files=True,
     is_timed=True,

@@ -1,4 +1,4 @@
-"""Find the fastest settings of a recipe, and write them as one."""
+"""Make a training script or a recipe faster, by measured changes."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def tune(
     outside, in trials that run in a copy of the current directory. `flatout list changes` shows
     them, and `--only` selects some.
 
-    For a recipe, the fastest settings on this machine are written as a recipe. It starts from what
-    `train` would choose, and varies the micro-batch, activation checkpointing, the speedups and the
-    prefetch by measured tokens per second. The tokens per optimizer step never change: other rows
-    per micro-batch mean other accumulation. Every trial runs in its own process and also evaluates
-    one batch, so that a setting does not run out of memory later. The fastest setting saves once,
-    too. A change is taken if it is faster and its losses stay within the tolerance. Speedups that
-    the recipe names or excludes stay as they are. Ctrl+C writes the best setting so far. The
-    measured gains are kept for `auto`.
+    For a recipe, as in `flatout tune my.yaml --minutes 10`, the fastest settings on this machine
+    are written as a recipe. It starts from what `train` would choose, and varies the micro-batch,
+    activation checkpointing, the speedups and the prefetch by measured tokens per second. The
+    tokens per optimizer step never change: other rows per micro-batch mean other accumulation. Each
+    trial runs in its own process, and the fastest setting also evaluates one batch and saves once,
+    so that it does not run out of memory later. A change is taken if it is faster and its losses
+    stay within the tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C
+    writes the best setting so far. The measured gains are kept for `auto`.
 
     Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
@@ -143,7 +143,7 @@ def names_in(
 
 COMMAND = Command(
     tune,
-    example="flatout tune shakespeare-char data.path=data/s --minutes 10",
+    example="flatout tune --patch faster.patch -- python train.py",
     writes_files=True,
     is_timed=True,
 )
