@@ -1,4 +1,4 @@
-"""Line charts as SVG, readable on light and dark pages."""
+"""Charts of lines and of bars as SVG, readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 380, 60, 40, 20, 50
 """Size and margins of one chart, in pixels."""
+BAR = 28
+"""Height of a bar and the space below it."""
 GREY = "#757b86"
 Point = tuple[float, float]
 
@@ -23,13 +25,13 @@ class Curve:
     """Where the name stands, and how it is anchored there; None: in the corner."""
 
 
-def beside(charts: Iterable[str]) -> str:
+def beside(charts: Iterable[str], height: int = HEIGHT) -> str:
     """Return charts beside each other as one picture."""
     shown = [f'<g transform="translate({n * WIDTH},0)">{one}</g>' for n, one in enumerate(charts)]
     width = WIDTH * max(1, len(shown))
     opening = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" '
-        f'viewBox="0 0 {width} {HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" font-size="12">'
     )
     return "\n".join([opening, *shown, "</svg>"]) + "\n"
 
@@ -94,4 +96,18 @@ def chart(
     for x, y in crosses:
         cross = f"M{x_of(x) - 6},{y_of(y)} h12 M{x_of(x)},{y_of(y) - 6} v12"
         drawn.append(f'<path d="{cross}" stroke="#dc3c3c" stroke-width="2"/>')
+    return "\n".join(drawn)
+
+
+def bars(title: str, rows: Mapping[str, float], colours: Sequence[str]) -> str:
+    """Return horizontal bars with their names at the left and their values beside them."""
+    start, full = 2.5 * LEFT, WIDTH - 3.5 * LEFT - RIGHT
+    drawn = [f'<text x="{start}" y="20" fill="{GREY}">{title}</text>']
+    for number, ((name, value), colour) in enumerate(zip(rows.items(), colours, strict=True)):
+        top, length = TOP + BAR * number, max(round(full * value / max(rows.values()), 1), 1)
+        drawn += [
+            f'<text x="{start - 8}" y="{top + 14}" text-anchor="end" fill="{GREY}">{name}</text>',
+            f'<rect x="{start}" y="{top}" width="{length}" height="{BAR - 8}" fill="{colour}"/>',
+            f'<text x="{start + length + 8}" y="{top + 14}" fill="{GREY}">{value:,.0f}</text>',
+        ]
     return "\n".join(drawn)

@@ -10,7 +10,7 @@ beside it its share of the rate of a bf16 matmul, measured first.
 nanoGPT, llm.c and nanodo are taken from DIRECTORY, or cloned into it. nanodo trains in fp32 and
 bf16 if `--jax` names a Python whose environment has jax, flax and optax. With `--busy 1 8`, flatout
 and nanoGPT train again beside that many processes that keep a core busy each. Writes
-benchmarks/results/cpu_peers.json and .md.
+benchmarks/results/cpu_peers.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import BAR, GREY, TOP, bars, beside
 from gpu_worker import PEERS, data
 from measurement import facts, in_turns, json_lines, markdown, parser, publish, spread, verdict
 
@@ -54,6 +55,11 @@ SHAPES = {
         "length": 256,
     },
 }
+TITLES = {
+    "characters": "4 layers, width 128, 64 rows of 64 tokens",
+    "gpt2-124m": "GPT-2 124M, 4 rows of 256 tokens",
+}
+BLUE = "#3d7dd1"
 STEPS = {"characters": 80, "gpt2-124m": 8}
 TARGETS = {"characters": 2.5, "gpt2-124m": 1.4}
 FAIR = 0.8
@@ -93,6 +99,26 @@ def main(words: Sequence[str] | None = None) -> None:
                         stack.callback(other.kill)
                     found["busy"][count] = in_turns(chosen, given.rounds)
     publish(given.out, "cpu_peers", found, table(found))
+    (given.out / "cpu_peers.svg").write_text(picture(found))
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Return bars of the rates of flatout and of the fastest way of each peer."""
+    charts = []
+    for name, ways in found["shapes"].items():
+        rates = {
+            way: statistics.median(one["tokens_per_s"] for one in rounds)
+            for way, rounds in ways.items()
+            if all(one["tokens_per_s"] for one in rounds)
+        }
+        best: dict[str, float] = {}
+        for way, rate in rates.items():
+            own_name = way if way.startswith("flatout") else way.partition(",")[0]
+            best[own_name] = max(rate, best.get(own_name, 0.0))
+        rows = dict(sorted(best.items(), key=lambda one: -one[1]))
+        colours = [BLUE if one.startswith("flatout") else GREY for one in rows]
+        charts.append(bars(f"{TITLES[name]}, tokens/s", rows, colours))
+    return beside(charts, TOP + BAR * len(rows))
 
 
 def ways_of(name: str, folder: Path, peers: Path, jax: str | None) -> dict[str, Any]:

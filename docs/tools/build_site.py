@@ -1,9 +1,9 @@
 """Build the documentation site into site/: `make docs`, or `python docs/tools/build_site.py`.
 
-The pages are docs/ and the Markdown files of the repository's root, copied to build/docs with their
-links rewritten. The references of configuration keys and commands are generated from the code; a
-test keeps the files in docs/reference current. The build is strict: a broken link, a missing anchor
-or an unknown name on the API page is an error.
+The pages are docs/, the results of benchmarks and the Markdown files of the repository's root,
+copied to build/docs with their links rewritten. The references of configuration keys and commands
+are generated from the code; a test keeps the files in docs/reference current. The build is strict:
+a broken link, a missing anchor or an unknown name on the API page is an error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from unittest import mock
 import yaml
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -46,6 +47,7 @@ HELP_COLUMNS = 88
 def pages() -> dict[Path, str]:
     """Return every source file with the path of its page."""
     found = {ROOT / name: page for name, page in PAGES.items() if (ROOT / name).exists()}
+    found |= {path: f"results/{path.name}" for path in RESULTS.glob("*.md")}
     docs = ROOT / "docs"
     return found | {path: path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
 
@@ -202,6 +204,8 @@ def stage(folder: Path) -> Path:
     staged = pages()
     for source, page in staged.items():
         text = with_reference(source.read_text(encoding="utf-8"), page)
+        if source.parent == RESULTS:
+            text = f"# Measured: {source.stem.replace('_', ' ')}\n\n{text}"
         text = with_site_links(with_bars_in_code(text), source, staged, pages_dir / "assets")
         (pages_dir / page).parent.mkdir(parents=True, exist_ok=True)
         (pages_dir / page).write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ SPEEDUP = Speedup(
     rank=270,
     auto={
         "cpu": Off(
-            "40 times slower than bf16-products on a CPU (docs/numbers/training.md)", measured=True
+            "half as fast as bf16-products on a CPU (benchmarks/results/cpu.md)", measured=True
         ),
         "cuda": On(),
     },

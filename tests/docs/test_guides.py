@@ -17,7 +17,15 @@ import warm
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ("quickstart", "fine-tune", "resuming", "out-of-memory", "clusters")
+GUIDES = (
+    "quickstart",
+    "recipe",
+    "fine-tune",
+    "resuming",
+    "out-of-memory",
+    "clusters",
+    "coming-from",
+)
 BLOCK = re.compile(r"^(<!-- not run: .+ -->\n)?```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STEPS, SHORTER = 18, 50
 
@@ -48,7 +56,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess:
     """Run one line of a guide; a command of flatout alone needs no shell."""
     offline = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **offline, "PYTHONPATH": str(ROOT)}
-    if line.startswith("flatout ") and "|" not in line:
+    if line.startswith("flatout ") and not {*"|>"} & {*line}:
         words = shlex.split(line.replace("$PWD", str(folder)), comments=True)
         return warm.run(["-m", *words], cwd=folder, env=environment)
     program = f'flatout() {{ "{sys.executable}" -P -m flatout "$@"; }}\n'

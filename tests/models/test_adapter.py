@@ -109,6 +109,58 @@ def test_loss_logits_kinds_and_flops_match_the_module(my_gpt):
     assert model.flops_per_token(5).causal_exact == Fraction(3 * (2 * matrices + attention))
 
 
+TRAIN = """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass
+class Config:
+    vocab_size: int
+    block_size: int
+    n_layer: int
+    n_embd: int
+
+class CharTransformer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(
+            nn.Linear(config.n_embd, config.n_embd) for _ in range(config.n_layer)
+        )
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, idx):
+        hidden = self.embedding(idx)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+"""
+
+
+def test_the_model_of_a_script_with_a_config_class_moves_as_the_page_shows(tmp_path, monkeypatch):
+    page = DOCUMENT.with_name("coming-from.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(# my_model\.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (recipe,) = re.findall(r"^```yaml\n(# my\.yaml\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_model.py").write_text(block, encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(recipe, encoding="utf-8")
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("my_model", "train"):
+        monkeypatch.setitem(sys.modules, name, None)  # both are as before afterwards
+        del sys.modules[name]
+    own = load_config(tmp_path / "my.yaml").to_dict()["model"]
+    kind = MODELS.get(own.pop("kind"))
+    model = kind(kind.check(own | {"vocab_size": 7}, seq_len=128), Ops.plain())
+    tokens = torch.randint(7, (2, 128))
+    loss_sum, num_valid = model(tokens, tokens)
+    assert len(model.layers) == 2
+    assert num_valid == 256
+    torch.testing.assert_close(
+        loss_sum,
+        nn.functional.cross_entropy(model.logits(tokens).flatten(0, 1), tokens.flatten()) * 256,
+    )
+
+
 def test_speedups_of_unused_ops_are_off(make_config):
     decisions = {each.name: each for each in select(make_config(speedups="auto"), probe())}
     for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce"):

@@ -13,9 +13,9 @@ import yaml
 import flatout
 from flatout.cli.parser import build
 from flatout.config.messages import all_keys
-from flatout.config.registry import COMMANDS, MODELS, RECIPES
+from flatout.config.registry import COMMANDS, DATASETS, MODELS, RECIPES
 from flatout.config.schema import RunConfig, load_config
-from flatout.config.words import removed
+from flatout.config.words import TABLE, removed
 from flatout.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -128,6 +128,51 @@ def test_every_configuration_key_exists(root, no_violations):
     no_violations(wrong)
 
 
+def mention_of(what: str) -> str | None:
+    """Return a pattern that finds a removed command, option, key or entry of a list, if any can."""
+    first, _, last = what.rpartition(" ")
+    if first == "logger":
+        return rf"\blog\.to=\S*\b{last}\b"
+    if first == "source":
+        return None if last in DATASETS.names() else rf"`flatout prepare {last}\b"
+    if what.partition(" ")[0] in COMMANDS.names() or not first:
+        words = what.replace(" ", r"\b[^`\n]* ")
+        return rf"\b{re.escape(what)}\b" if "." in what else rf"`flatout {words}(?![\w-])"
+    return rf"(?<![\w-]){last}(?![\w-])"
+
+
+def test_what_was_removed_is_named_in_the_changelog_and_the_log_only(root, no_violations):
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    patterns = {what: mention_of(what) for what in table["removed"]}
+    pages = {*documents(root), root / "benchmarks" / "README.md"}
+    pages -= {root / "CHANGELOG.md", root / "LOG.md"}
+    texts = {path.name: path.read_text(encoding="utf-8") for path in pages}
+    no_violations(
+        [
+            f"{name}: {what}"
+            for name, text in texts.items()
+            for what, pattern in patterns.items()
+            if pattern and re.search(pattern, text)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("speedup fast-scan", "the speedup `fast-scan`"),
+        ("train.max_rewinds", "`train.max_rewinds=2`"),
+        ("eval --tasks", "`flatout eval runs/demo --tasks hellaswag`"),
+        ("launch", "`flatout launch my.yaml`"),
+        ("logger csv", "`log.to=tensorboard,csv`"),
+        ("source synthetic", "`flatout prepare synthetic --out data/a`"),
+    ],
+)
+def test_a_mention_of_what_was_removed_is_found(what, text):
+    assert re.search(mention_of(what), text)
+    assert not re.search(mention_of(what), "`lm_eval --tasks`, fast-scanner, `log.to=wandb`")
+
+
 def test_quoted_messages_exist_in_the_code(root, no_violations):
     quoted = re.findall(
         r"^\| `([^`]* [^`]*)`",
@@ -203,15 +248,21 @@ def found(name: str) -> bool:
 
 
 def test_the_readme_starts_with_the_essentials(root):
-    """One screen has the chart, the installation and the three commands, each block for itself."""
+    """One screen has the charts, the installation and the three commands, each block for itself."""
     text = (root / "README.md").read_text(encoding="utf-8")
     head = "\n".join(text.splitlines()[:50])
     assert head.startswith("# flatout\n")
-    for part in ("shakespeare_cpu.svg", "pip install", "PyPI"):
+    for part in ("cpu_peers.svg", "shakespeare_cpu.svg", "pip install", "PyPI"):
         assert part in head, part
     for line in ("flatout demo", "flatout demo book.txt", "flatout diagnose -- python train.py"):
         assert f"```sh\n{line}\n```" in head, line
     assert "make test" in text
+    assert len(text.split()) <= 800
+
+
+def test_the_pages_written_by_hand_stay_short(root):
+    pages = [root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 28_000
 
 
 def test_contributing_describes_every_folder(root):
