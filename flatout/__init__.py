@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from flatout.training.metrics.observers import Observer, Quiet
     from flatout.training.run_dir.lookup import metrics
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Dataset",
