@@ -356,8 +356,12 @@ class Follower:
         self._log(figures, step)
 
     def _log(self, figures: Mapping[str, Any], step: int) -> None:
-        if "loss" in figures:
-            loss = torch.as_tensor(figures["loss"]).detach().reshape(())
+        if "loss" not in figures:
+            return
+        loss = torch.as_tensor(figures["loss"]).detach().reshape(())
+        if loss.is_cpu:
+            self._losses.append((step, loss.item()))
+        else:
             self._logged.push(step, {"loss": loss}, due=True)
 
     def _read_logged(self, *, flush: bool = False) -> None:

@@ -45,6 +45,7 @@ COLLECTIVES += ["all_gather_object", "gather_object", "broadcast_object_list"]
 """Functions of torch.distributed in which a rank waits for others."""
 BASE = "other"
 """The phase of a step's time that belongs to no other."""
+SAFELY = guarded(lambda call: call())
 OWN_WORK = frozenset({None, "compute", BASE})
 """Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
 
@@ -65,7 +66,7 @@ def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Calla
             return plain(*args, **kwargs)
         finally:
             if after is not None:
-                guarded(after)()
+                SAFELY(after)
 
     return call
 

@@ -49,7 +49,7 @@ class Origin:
         root: Any = loss.grad_fn
         if type(loss) is not Tensor or not loss.is_cpu:  # one in parts may need all ranks
             return
-        is_bad = self._bad is None and not loss.isfinite()
+        is_bad = self._bad is None and not math.isfinite(loss.item())
         is_new = LINE in root.metadata and not self._recorded
         if not (is_bad or is_new):
             return

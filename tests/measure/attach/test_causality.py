@@ -122,3 +122,5 @@ def test_targets_that_are_the_tokens_themselves_are_told_from_the_next_ones():
     for targets in (TOKENS.roll(-1, 1), TOKENS[:, 1:], masked, TOKENS.float()):
         assert not are_own([TOKENS], targets)
     assert not are_own([torch.ones_like(TOKENS)], torch.ones_like(TOKENS))
+    assert are_own([TOKENS, TOKENS.clone(), torch.ones_like(TOKENS)], TOKENS)
+    assert not are_own([TOKENS, TOKENS.roll(-1, 1)], TOKENS.roll(-1, 1))  # of its own loss
