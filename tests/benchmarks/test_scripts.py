@@ -41,7 +41,8 @@ def test_the_table_counts_faults_named_first_and_later(benchmark):
         {"fault": f"fault {number}", "set": "first", "place": at, "findings": [finding()]}
         for number, at in enumerate([1, 1, 2, None])
     ]
-    found = {"machine": "a CPU", "commit": "abc1234", "diagnose": [], "loops": rows, "tune": []}
+    found = {"machine": "a CPU", "commit": "abc1234", "loops": rows}
+    found |= {"diagnose": [], "blind": [], "tune": []}
     shown = benchmark.table(found)
     assert "Named first: 2 of 4, later: 1. Target 85%: **missed**." in shown
     assert "| fault 2 | as number 2 | slow-host `gc.collect() (train.py)` |" in shown

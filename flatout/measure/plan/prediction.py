@@ -36,7 +36,7 @@ MOST_ROWS = 2**20
 """Upper bound of the search for the most rows."""
 EAGER_MFU, COMPILED_MFU = 0.22, 0.42
 """Measured on an H100 with 124 M parameters: 0.224 eager, 0.410 compiled, and 0.463 for the
-eigenstate network on sequences of 32,768 tokens (docs/numbers/gpu.md)."""
+eigenstate network on sequences of 32,768 tokens (benchmarks/results/gpu.md)."""
 STARTING_S = 15e-6
 """Assumed seconds to start an operation in eager mode, from Python to its backward pass."""
 EAGER_ERROR = 0.1
@@ -212,7 +212,8 @@ def assumed_rate(
     `config` may have another micro-batch. `whole` is the token rate at the peak matmul rate. If
     what a step `needs` is known, so are the matmuls of the optimizer and, of a model that is not
     compiled, the operations: a CPU computes after it has started one, a GPU meanwhile. A GPU whose
-    data sheet is not known is assumed to reach what an H100 was measured to (docs/numbers/gpu.md).
+    data sheet is not known is assumed to reach what an H100 was measured to: see
+    benchmarks/results/gpu.md.
     """
     on_gpu, tokens = config.train.device.startswith("cuda"), config.batch.tokens_per_step or 0
     in_optimizer, operations = needs.optimizer_flops if needs else 0, 0
