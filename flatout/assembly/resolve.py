@@ -11,6 +11,7 @@ from pathlib import Path
 from flatout.assembly.batch import sequences_of, with_batch
 from flatout.assembly.choices import (
     Decision,
+    adding,
     assemble,
     memory_savers,
     parse_request,
@@ -37,6 +38,7 @@ from flatout.data.load.batches import BatchPlan, SequenceSteps
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.display import memory_size
 from flatout.distributed.layout import Layout, layout_of
+from flatout.errors import ConfigError
 from flatout.hardware.machine import ASSUMED_MFU, Machine
 from flatout.hardware.roofline import peak_tflops
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
@@ -113,6 +115,11 @@ def with_choices(
     if device.startswith("cuda"):
         decisions = with_checkpointing(config, decisions, available, share)
     on = [decision.name for decision in decisions if decision.on]
+    if config.batch.by_tokens and "length-buckets" not in on:
+        raise ConfigError(
+            "batch.by_tokens=true needs the speedup length-buckets, whose rows are documents.",
+            fix=f"Set speedups={adding(config.speedups, ['length-buckets'])}, or remove the key.",
+        )
     parts, rows = assemble(on), config.batch.rows_per_device
     if rows == "auto":
         usable = int(USED_MEMORY * available) if device.startswith("cuda") else None
@@ -239,6 +246,7 @@ def steps_stated(
         document_mask=False,
         prefetch=0,
         device="cpu",
+        by_tokens=config.batch.by_tokens,
     )
     steps = parts.batching(dataset.split("train"), plan, None)
     if requested.tokens:

@@ -305,5 +305,6 @@ def make_loader(run: Run) -> DirectLoader | PrefetchLoader:
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         device=str(mesh.device),
+        by_tokens=config.batch.by_tokens,
     )
     return run.parts.loader(run.parts.batching(run.dataset.split("train"), plan, run.reader))

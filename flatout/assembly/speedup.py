@@ -151,6 +151,8 @@ class Speedup:
         used = MODELS.stated(kind, "USES")
         if used == () and (MODEL_OPS | {"cross_entropy"}) & self.sets:
             return f"The model {kind!r} calls none of the functions that it replaces."
+        if self.compiles and config.batch.by_tokens:
+            return "Code is compiled for a few shapes, and batch.by_tokens makes many."
         if used is not None and self.sets and self.sets <= MODEL_OPS - {*used}:
             return f"The model {kind!r} makes no use of {' and '.join(sorted(self.sets))}."
         return self.why_not(machine, config)

@@ -18,7 +18,7 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 
 def apply(parts: Parts) -> None:
     """Read rows of documents."""
-    parts.batching = named("flatout.data.load.buckets:BucketedSteps")
+    parts.batching = named("flatout.data.load.buckets:document_steps")
 
 
 SPEEDUP = Speedup(

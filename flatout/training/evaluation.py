@@ -255,7 +255,7 @@ def warn_of_empty_steps(run: Run, progress: Progress) -> None:
     Cost: reads the mask of at most SAMPLED sequences per dataset.
     """
     seq_len, shares = run.config.data.seq_len, []
-    if len(run.loader.shapes) > 1:  # rows are whole documents
+    if run.config.batch.by_tokens or len(run.loader.shapes) > 1:  # rows are whole documents
         return
     for member in members_of(run.dataset):
         split = member.dataset.split("train")

@@ -294,4 +294,16 @@ CASES = [
         "Remove it: speedups=auto",
         second_dataset,
     ),
+    case(
+        "micro-batches by tokens without documents as rows",
+        "train my.yaml batch.by_tokens=true",
+        ("batch.by_tokens", "length-buckets"),
+        "speedups=auto,-compile,+length-buckets",
+    ),
+    case(
+        "micro-batches by tokens in a compiled model",
+        "train my.yaml batch.by_tokens=true speedups=auto,+length-buckets,+compile",
+        ("'compile'", "batch.by_tokens"),
+        "Remove it: speedups=auto,+length-buckets",
+    ),
 ]

@@ -193,6 +193,34 @@ def test_padding_counts_neither_as_tokens_nor_as_samples(tiny_config, tmp_path, 
     assert rows == pytest.approx(sum(-(-(length - 1) // 64) for length in lengths))
 
 
+def test_a_run_by_tokens_resumes_with_another_micro_batch(tiny_config, tmp_path, stop_at, records):
+    config = tiny_config(
+        speedups="auto,-compile,+length-buckets",
+        data__seq_len=64,
+        batch__tokens_per_step=512,
+        batch__rows_per_device=8,
+        batch__by_tokens=True,
+        train__steps=None,
+        train__epochs=2,
+    )
+    whole = run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[stop_at(3)])
+    smaller = config.with_values({"batch.rows_per_device": 2})
+    resumed = run_training(smaller, tmp_path / "run")
+    assert resumed["tokens"] == whole["tokens"]
+    lines, others = (
+        [line for line in records(tmp_path / name) if "train/loss" in line]
+        for name in ("run", "whole")
+    )
+    for one, other in zip(lines, others, strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
+    split = Dataset.open(config.data.path).split("train")
+    rows = sum(-(-(size - 1) // 64) for size in np.diff(split.document_ends, prepend=0))
+    assert whole["steps"] == -(-2 * rows // 8)
+    assert lines[-1]["train/epoch"] == pytest.approx(8 * whole["steps"] / rows)
+
+
 def test_the_best_checkpoint_compares_losses_on_the_same_tokens(
     tiny_config, tmp_path, records, events
 ):

@@ -43,6 +43,28 @@ def test_dividing_a_step_into_micro_batches_changes_only_rounding(
         assert float(many.num_valid) == float(one.num_valid)
 
 
+def test_micro_batches_by_tokens_have_the_losses_and_gradients_of_fixed_ones(
+    build_run, tiny_config, ragged_set
+):
+    """In float64: the same documents, padded to data.seq_len or to the longest of a micro-batch."""
+    changes = {"data__path": str(ragged_set), "data__seq_len": 128, "batch__tokens_per_step": 2048}
+    changes |= {"batch__by_tokens": True, "speedups": "auto,-compile,+length-buckets"}
+    run = build_run(tiny_config(**changes, batch__rows_per_device=2))
+    run.core.double()
+    for _ in range(3):
+        batch = next(run.loader)
+        found = []
+        for one in (batch, replace(batch, shapes=())):
+            sums = [run.core(m.tokens_BT, m.targets_BT, None) for m in one.micro_batches()]
+            loss, valid = (sum(each) for each in zip(*sums, strict=True))
+            found.append((loss, valid, torch.autograd.grad(loss, list(run.core.parameters()))))
+        (loss, valid, gradients), (plain, plain_valid, plain_gradients) = found
+        assert (valid, loss.dtype) == (plain_valid, torch.float64)
+        assert sum(rows * seq_len for rows, seq_len in batch.shapes) < 0.9 * 16 * 128
+        torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradients, plain_gradients, rtol=1e-10, atol=1e-12)
+
+
 def test_masked_targets_do_not_count(build_run, tiny_config, ragged_set):
     found = steps(build_run(tiny_config(data__path=str(ragged_set))))
     counts = [int(result.num_valid) for result in found]

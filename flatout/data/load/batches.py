@@ -55,6 +55,8 @@ class BatchPlan:
     document_mask: bool
     prefetch: int
     device: str
+    by_tokens: bool = False
+    """Whether the rows of a micro-batch depend on their length."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -100,6 +102,8 @@ class StepRead(NamedTuple):
     """Rows with at least one target."""
     start: int
     """Position of the step that was read."""
+    shapes: tuple[Shape, ...] = ()
+    """The shapes of each rank's micro-batches, if they differ. They divide its rows in order."""
 
 
 class StepReader(Protocol):

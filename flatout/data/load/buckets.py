@@ -1,14 +1,17 @@
-"""Read one document per row, with short documents in short rows of a few fixed lengths.
+"""Read one document per row, with short documents in short rows.
 
 For data that must not be packed. A document longer than data.seq_len is split into rows of that
-many inputs. Rows are padded to one of a few lengths: seq_len and its halves. All rows of a step
-have the same length, and rows of half the length come twice as many to a step, so every step has
-the same number of positions. Rows left over at the end of an epoch join those of the next length.
-Only the last step of the longest may contain empty rows. Every target of the split is read once
-per epoch.
+many inputs. Every target of the split is read once per epoch.
 
-An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
-lengths), evaluated on demand. A position is an index into the plans of all epochs.
+`BucketedSteps` pads rows to one of a few lengths: seq_len and its halves. All rows of a step have
+the same length, and rows of half the length come twice as many to a step, so every step has the
+same number of positions. Rows left over at the end of an epoch join those of the next length. Only
+the last step of the longest may contain empty rows. An epoch's batch plan (which rows form which
+step, in what order) is a function of (seed, epoch, lengths), evaluated on demand. A position is an
+index into the plans of all epochs.
+
+`MixedSteps` draws the rows of a step from all lengths, and divides them into micro-batches of a
+limited number of tokens, each padded to its longest row. Any division of a step has the same rows.
 
 Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
 """
@@ -20,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flatout.data.load.batches import BatchPlan, Shape, StepRead
+from flatout.data.load.batches import BatchPlan, Shape, StepRead, StepReader
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Split
 from flatout.errors import DataError
@@ -50,31 +53,114 @@ class _Bucket(NamedTuple):
     """Index of its first step among all steps of an epoch, before they are shuffled."""
 
 
-class BucketedSteps:
-    """Steps of documents, one per row, in a few fixed shapes. A position counts steps over epochs.
+def document_steps(split: Split, plan: BatchPlan, _reader: object) -> StepReader:
+    """Return the reader of steps whose rows are documents."""
+    return MixedSteps(split, plan) if plan.by_tokens else BucketedSteps(split, plan)
+
+
+class _DocumentSteps:
+    """The rows of a split, each of one document.
 
     Memory: 12 bytes per row.
     """
 
+    shapes: tuple[Shape, ...]
     has_mask = True
     has_document_ids = False
     """A row is one document, so attention needs no document mask."""
 
-    def __init__(self, split: Split, plan: BatchPlan, _reader: object) -> None:
+    def __init__(self, split: Split, plan: BatchPlan) -> None:
         starts, sizes = rows_of(split.document_ends, plan.seq_len)
         if not len(starts):
             raise DataError(
                 f"The {split.name} split has no document of two or more tokens.",
                 fix="Prepare more text.",
             )
-        lengths = row_lengths(plan.seq_len)
-        of_bucket = np.searchsorted(lengths, sizes)
-        by_bucket = np.argsort(of_bucket, kind="stable")
         self.plan, self.dtype = plan, split.dtype
-        self._split, self._starts = split, starts[by_bucket]
-        self._sizes = sizes[by_bucket].astype(np.int32)
+        self._split, self._starts, self._sizes = split, starts, sizes.astype(np.int32)
         self.tokens_per_epoch = int(sizes.sum())
         """Number of targets in all documents."""
+
+    def data_at(self, position: int) -> list[JsonObject]:
+        """Return where each row of the step at `position` is stored, for all ranks in order."""
+        rows = self._step_rows(position)
+        spans = zip(self._starts[rows].tolist(), self._sizes[rows].tolist(), strict=True)
+        return [self._split.locate_tokens(start, start + size + 1) for start, size in spans]
+
+    def _step_rows(self, position: int) -> Array:
+        """Return the rows of the step at `position` over all ranks, without empty ones.
+
+        Shapes:  returns (rows,).
+        """
+        raise NotImplementedError
+
+    def _fill(
+        self, starts: Array, sizes: Array, sequences_NW: Array, mask_NT: Array | None
+    ) -> None:
+        """Write rows of these inputs. Tokens after the end of a document are 0, and masked.
+
+        Shapes:  starts, sizes (N,), sequences_NW (N, T + 1), mask_NT (N, T).
+        """
+        self._split.read_spans(starts, np.where(sizes, sizes + 1, 0), sequences_NW)
+        assert mask_NT is not None, "rows of documents always have a mask"
+        if self._split.has_mask:
+            self._split.read_mask_spans(starts + 1, sizes, mask_NT)
+        else:
+            mask_NT[:] = np.arange(mask_NT.shape[1]) < sizes[:, np.newaxis]
+
+
+class MixedSteps(_DocumentSteps):
+    """Steps of documents of all lengths, one per row. A position counts rows over epochs.
+
+    Each rank has every n-th row of a step by length, so that all ranks have micro-batches of the
+    same shape.
+    """
+
+    def __init__(self, split: Split, plan: BatchPlan) -> None:
+        super().__init__(split, plan)
+        self.shapes = (Shape(plan.rows_per_device, plan.seq_len),)
+        self.steps_per_epoch = len(self._sizes) / plan.sequences_per_step
+
+    def shape_at(self, position: int) -> Shape:
+        """Return the shape of a micro-batch of the longest rows. No other has more tokens."""
+        return self.shapes[0]
+
+    def read(
+        self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+    ) -> StepRead:
+        """Write this rank's rows of the step at `position`, and return what all ranks read.
+
+        Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
+        """
+        plan, rows = self.plan, self._step_rows(position)
+        own, sizes = rows[plan.dp_rank :: plan.dp_size], self._sizes[rows]
+        self._fill(self._starts[own], self._sizes[own], sequences_NW, mask_NT)
+        longest, shapes = sizes[:: plan.dp_size].tolist(), list[Shape]()
+        while longest:
+            most = plan.rows_per_device * plan.seq_len // longest[0]
+            shapes.append(Shape(min(most, len(longest)), longest[0]))
+            del longest[:most]
+        return StepRead(position + len(rows), int(sizes.sum()), len(rows), position, tuple(shapes))
+
+    def _step_rows(self, position: int) -> Array:
+        """Return the rows of the step at `position` over all ranks, the longest first.
+
+        Shapes:  returns (rows,).
+        """
+        positions = position + np.arange(self.plan.sequences_per_step)
+        rows = shuffled(positions, len(self._sizes), seed=self.plan.seed)
+        return rows[np.argsort(-self._sizes[rows], kind="stable")]
+
+
+class BucketedSteps(_DocumentSteps):
+    """Steps of documents in a few fixed shapes. A position counts steps over epochs."""
+
+    def __init__(self, split: Split, plan: BatchPlan) -> None:
+        super().__init__(split, plan)
+        lengths = row_lengths(plan.seq_len)
+        of_bucket = np.searchsorted(lengths, self._sizes)
+        by_bucket = np.argsort(of_bucket, kind="stable")
+        self._starts, self._sizes = self._starts[by_bucket], self._sizes[by_bucket]
         self._buckets: list[_Bucket] = []
         first = carried = first_step = 0
         counts = np.bincount(of_bucket, minlength=len(lengths)).tolist()
@@ -100,8 +186,6 @@ class BucketedSteps:
     ) -> StepRead:
         """Write this rank's rows of the step at `position`, and return what all ranks read.
 
-        Tokens after the end of a document are 0, and masked.
-
         Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
         shape, rows = self.shape_at(position), self._step_rows(position)
@@ -110,19 +194,8 @@ class BucketedSteps:
         starts, sizes = np.zeros((2, len(indices)), np.int64)
         own = rows[indices[is_row]]
         starts[is_row], sizes[is_row] = self._starts[own], self._sizes[own]
-        self._split.read_spans(starts, np.where(is_row, sizes + 1, 0), sequences_NW)
-        assert mask_NT is not None, "rows of a bucket always have a mask"
-        if self._split.has_mask:
-            self._split.read_mask_spans(starts + 1, sizes, mask_NT)
-        else:
-            mask_NT[:] = np.arange(shape.seq_len) < sizes[:, np.newaxis]
+        self._fill(starts, sizes, sequences_NW, mask_NT)
         return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows), position)
-
-    def data_at(self, position: int) -> list[JsonObject]:
-        """Return where each row of the step at `position` is stored, for all ranks in order."""
-        rows = self._step_rows(position)
-        spans = zip(self._starts[rows].tolist(), self._sizes[rows].tolist(), strict=True)
-        return [self._split.locate_tokens(start, start + size + 1) for start, size in spans]
 
     def _step(self, position: int) -> tuple[int, int]:
         """Return the bucket of the step at `position`, and the index of the step within it."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.data.load.batches import SequenceReader, StepReader
+from flatout.data.load.batches import SequenceReader, Shape, StepReader
 from flatout.data.store.shards import Split
 from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject
@@ -73,18 +73,27 @@ class StepBatch:
     """Position of all ranks before this batch."""
     wait_ms: float
     """How long the caller waited for the batch."""
+    shapes: tuple[Shape, ...] = ()
+    """The shapes of the micro-batches, if they differ. They divide the rows in order."""
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the step (A)."""
-        return len(self.sequences_ABW)
+        """Micro-batches of the step (A, or as many as `shapes`)."""
+        return len(self.shapes or self.sequences_ABW)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches. Tokens become int64 here, on the device."""
-        for a, sequences_BW in enumerate(self.sequences_ABW):
-            mask_BT = None if self.mask_ABT is None else self.mask_ABT[a]
-            doc_ids_BT = None if self.doc_ids_ABT is None else self.doc_ids_ABT[a]
+        number, each_rows, _ = self.sequences_ABW.shape
+        first = 0
+        for rows, seq_len in self.shapes or [(each_rows, self.seq_len)] * number:
+            last = first + rows
+            mask_BT, doc_ids_BT = (
+                None if each is None else each.flatten(0, 1)[first:last, :seq_len]
+                for each in (self.mask_ABT, self.doc_ids_ABT)
+            )
+            sequences_BW = self.sequences_ABW.flatten(0, 1)[first:last, : seq_len + 1]
             yield _micro_batch(sequences_BW, mask_BT, doc_ids_BT)
+            first = last
 
 
 def _micro_batch(
