@@ -257,7 +257,8 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
     another tool's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
-    and step start from the beginning."""
+    and step start from the beginning, except for AdamW's moments that another tool saved beside its
+    model."""
     sample_every: NonNegativeInt = 0
     """Steps between text samples. 0 samples once, at the end."""
     sample_prompt: str = ""

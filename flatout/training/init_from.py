@@ -19,7 +19,8 @@ from flatout.models.families.source import ForeignWeights, find_model, is_foreig
 from flatout.models.language_model import model_of
 from flatout.models.lora import adapters_of, with_adapters
 from flatout.ops import Ops
-from flatout.progress import SILENT, Progress
+from flatout.optim.moments import FP32, kept_by
+from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import writing_run
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import recognise, require_local
@@ -29,7 +30,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, read_index
 from flatout.training.checkpoint.contents import digest_of, find_base, keep_base
 from flatout.training.checkpoint.merged import MergedWeights, load_initial_weights, shapes_of
-from flatout.training.checkpoint.weights import plain_name
+from flatout.training.checkpoint.weights import parameter_names, plain_name
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
@@ -132,6 +133,30 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     if source is not None:
         load = partial(load_initial_weights, run.core, source, progress)
         together(mesh, load, READING)
+        if checkpoint is None and run.base is None and is_foreign(str(source)):
+            together(mesh, partial(load_moments, run, source, progress), READING)
+
+
+def load_moments(run: Run, source: Path, progress: Progress) -> None:
+    """Take AdamW's moments from where another tool saved the initial weights, if they are there."""
+    names, optimizer = parameter_names(run), run.optimizers[0]
+    weights = ForeignWeights(find_model(str(source), for_run=True), run.core)
+    found = weights.moments(names.values())
+    if found is None:
+        return
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = {kept_by(optimizer, parameter) for parameter in own}
+    if not found or kept != {FP32} or run.mesh.device_mesh is not None:
+        progress.say(
+            f"The optimizer's moments start at zero: those of {source} are not AdamW's of these "
+            "parameters in a known order, or this run shards its weights or does not use AdamW in "
+            "fp32."
+        )
+        return
+    state = dict(enumerate(found[names[parameter]] for parameter in own))
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    steps = counted(int(state[0]["step"]), "step")
+    progress.say(f"AdamW continues after {steps} with the moments of {source}.")
 
 
 def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject | None]:

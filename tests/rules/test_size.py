@@ -14,9 +14,9 @@ FRAMES = 9
 ROOMS = {
     "measure": 96_574,
     "data": 58_798,
-    "training": 55_080,
+    "training": 55_319,
     "cli": 24_202,
-    "models": 22_589,
+    "models": 22_995,
     "assembly": 17_050,
     "config": 10_300,
     "ops": 14_015,

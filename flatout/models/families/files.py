@@ -39,6 +39,10 @@ WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DDP and torch.compile insert into names."""
 NESTED = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which training tools save the weights, beside other state."""
+OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
+"""The names under which the Trainer of transformers and accelerate save an optimizer."""
+OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states")
+"""Keys under which training tools save it beside the weights, in one file."""
 GET_AGAIN = "Get the file again from where it was published."
 
 
@@ -150,16 +154,30 @@ def _named(beside: list[list[Path]]) -> str:
     return f" Its files are {', '.join(names)}." if names else ""
 
 
-def _open_torch(file: Path, found: TensorFiles) -> None:
-    """Add the tensors of a file of torch.save, and its other values."""
+def optimizer_state(path: Path, others: JsonObject) -> Any:
+    """Return the state of the optimizer of a model in a directory or a file, or None.
+
+    `others` are the other values of the file with the weights.
+
+    Raises: as `load_torch`.
+    """
+    files = filter(Path.is_file, (path / name for name in OPTIMIZER_FILES))
+    return next(filter(None, (*map(others.get, OPTIMIZERS), *map(load_torch, files))), None)
+
+
+def load_torch(file: Path) -> Any:
+    """Return what a file of torch.save contains, mapped where possible.
+
+    Raises: CheckpointError when it contains pickled code; errors of torch when it is damaged.
+    """
     load = partial(torch.load, file, map_location="cpu", weights_only=True)
     try:
         try:
-            document = load(mmap=True)
+            return load(mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            document = load()  # the format before torch 1.6
+            return load()  # the format before torch 1.6
     except pickle.UnpicklingError as error:
         safe = in_shell(file.with_suffix(SAFETENSORS).name)
         raise CheckpointError(
@@ -167,6 +185,11 @@ def _open_torch(file: Path, found: TensorFiles) -> None:
             fix=f"If you trust the file, load it with the tool that wrote it, and save only the "
             f"tensors, with safetensors.torch.save_file, as {safe}.",
         ) from error
+
+
+def _open_torch(file: Path, found: TensorFiles) -> None:
+    """Add the tensors of a file of torch.save, and its other values."""
+    document = load_torch(file)
     if not isinstance(document, Mapping):
         document = {}
     weights = next(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,7 +14,13 @@ from torch import Tensor
 from flatout.config.registry import ARCHITECTURES
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.exported import MODEL_TYPE
-from flatout.models.families.files import SAFETENSORS, WEIGHTS, open_tensors, plain_name
+from flatout.models.families.files import (
+    SAFETENSORS,
+    WEIGHTS,
+    open_tensors,
+    optimizer_state,
+    plain_name,
+)
 from flatout.models.families.hub import CONFIG, PREFIX, model_folder
 from flatout.models.families.table import OTHER_MODEL, SAME, Architecture, TensorMap
 from flatout.models.language_model import LanguageModel
@@ -25,6 +32,8 @@ from flatout.storage.streams import shortened
 CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""
 MOST_NAMED = 3
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The fields of AdamW's state with the shape of a parameter."""
 HEADS = ("unembedding.weight", "token_embedding.weight")
 """The output head of flatout's models. A tied model has only the second."""
 
@@ -181,6 +190,42 @@ class ForeignWeights:
                     "diverged.",
                 )
         return one.join(parts)
+
+    def moments(self, names: Iterable[str]) -> dict[str, JsonObject] | None:
+        """Return AdamW's state of the parameters of flatout's model, by `names` in its order.
+
+        An optimizer numbers parameters in the order of their model, with matrices before vectors if
+        it has two groups.
+
+        Returns: None without an optimizer. Empty if its state may belong to other parameters.
+        """
+        shapes = self._files.shapes
+        try:
+            state = optimizer_state(self.path, self._files.others)
+            if state is None:
+                return None
+            parts = {name: [*map(self._stored, self._maps[name].foreign)] for name in names}
+            order, groups = [*chain(*parts.values())], state["param_groups"]
+            if len(groups) == 2:
+                order.sort(key=lambda part: len(shapes[part]) < 2)
+            numbers = chain(*(group["params"] for group in groups))
+            found = dict(zip(order, map(state["state"].__getitem__, numbers), strict=True))
+            fit = all(found[part][key].shape == shapes[part] for part in order for key in MOMENTS)
+            # transformers has the biases of queries before the norms
+            if not fit or len(groups) > 2 or any("q_proj.bias" in part for part in order):
+                return {}
+            return {
+                name: {
+                    key: self._maps[name]
+                    .join([found[part][key] for part in own])
+                    .clone(memory_format=torch.contiguous_format)
+                    for key in MOMENTS
+                }
+                | {"step": found[own[0]]["step"]}
+                for name, own in parts.items()
+            }
+        except Exception:  # its file cannot be read, or it is of any other optimizer
+            return {}
 
     def require_fit(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that every tensor of flatout's model, with these shapes, has its values here.
