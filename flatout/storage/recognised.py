@@ -46,6 +46,8 @@ ADDRESS_FIX = (
     "Give a local path: `flatout pull URL DIR` fetches a directory from a store, and `flatout push "
     "DIR URL` sends one."
 )
+NAMED = " --tokenizer FILE"
+"""Names the tokenizer that made tokens."""
 TORCH_FILE = "a PyTorch file"
 """Name of a file that torch.save wrote."""
 _GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."
@@ -295,6 +297,10 @@ def _start_from(path: Path) -> str:
 
 def _import_it(path: Path) -> str:
     command = _import_command(path)
+    if _has(path, "metadata.json"):
+        return (
+            f"Import it: `{command.removesuffix(NAMED)}`, with{NAMED} if metadata.json names none."
+        )
     return f"Import it: `{command}`, where FILE is the tokenizer that made the tokens."
 
 
@@ -312,7 +318,7 @@ def _if_tokens(path: Path) -> str:
 
 def _import_command(path: Path) -> str:
     out = in_shell(f"data/{path.absolute().name.partition('.')[0]}")
-    return f"flatout import {in_shell(path)} --out {out} --tokenizer FILE"
+    return f"flatout import {in_shell(path)} --out {out}{NAMED}"
 
 
 def is_text(head: bytes) -> bool:

@@ -13,15 +13,15 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 96_574,
-    "data": 58_798,
+    "data": 58_834,
     "training": 55_319,
-    "cli": 24_202,
+    "cli": 24_239,
     "models": 22_995,
     "assembly": 17_050,
     "config": 10_300,
     "ops": 14_015,
     "inference": 8_339,
-    "storage": 11_204,
+    "storage": 11_219,
     "distributed": 8_237,
     "optim": 5_706,
     "speedups": 3_984,

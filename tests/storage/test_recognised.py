@@ -117,7 +117,7 @@ def test_a_directory_of_chunks_is_recognised_wherever_it_is_named(tmp_path):
         with pytest.raises(FlatoutError, match="a directory of token chunks") as caught:
             taker(tmp_path / "chunks")
         assert (
-            f"`flatout import {tmp_path / 'chunks'} --out data/chunks --tokenizer FILE`"
+            f"`flatout import {tmp_path / 'chunks'} --out data/chunks`, with --tokenizer FILE"
             in caught.value.fix
         )
     assert find_tokens(tmp_path / "chunks")

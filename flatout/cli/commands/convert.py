@@ -25,7 +25,7 @@ from flatout.display import Display, Show, table_of
 from flatout.errors import ConfigError, OutputInUse, UsageError
 from flatout.storage.files import Stored, expanded, write_text, writing
 from flatout.storage.json_io import JsonObject, Result
-from flatout.storage.recognised import require_recipe_path
+from flatout.storage.recognised import recognise, require_recipe_path
 
 SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
@@ -204,6 +204,9 @@ def _translated(key: str, value: Any, values: JsonObject) -> Item:
         return but("unnecessary", default if value is True else "It is off.")
     if not word.key:
         return item
+    known = recognise(Path(str(value))) if word.key == "data.path" else None
+    if known is not None:
+        return but("by_hand", known.fix)
     if written:
         stated = parse_overrides(written.split(), RunConfig)
     else:

@@ -12,6 +12,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from flatout.config.words import name_for
 from flatout.data.prepare.pack.range_files import ShardWriter
 from flatout.data.prepare.pipeline import Prepared
 from flatout.data.prepare.plan.work_dir import WorkDir
@@ -20,6 +21,7 @@ from flatout.data.prepare.request.request import existing_dataset, refuse_occupi
 from flatout.data.store.manifest import SPLITS, Manifest, ShardEntry, SplitName
 from flatout.data.store.shards import Dataset
 from flatout.data.token_files import (
+    METADATA,
     TOKENIZERS,
     Reading,
     check_metadata,
@@ -186,7 +188,7 @@ def import_tokens(
             "takes them from the training tokens.",
             fix="Remove --split, or name the training tokens alone.",
         )
-    folder = found.files[0].parent
+    folder = path if (path / METADATA).is_file() else found.files[0].parent
     metadata = read_metadata(folder)
     known = _tokenizer(path, options, metadata, progress)
     reading = Reading(known.vocab_size, options.dtype, options.field)
@@ -310,7 +312,8 @@ def _tokenizer(
     named = next((metadata[key] for key in TOKENIZERS if isinstance(metadata.get(key), str)), None)
     if spec is None and named is not None:
         beside = (path if path.is_dir() else path.parent) / named
-        spec = str(beside) if beside.exists() else named
+        known = name_for("tokenizer", named, ["openai-community/gpt2"])
+        spec = str(beside) if beside.exists() else known or named
         progress.say(f"metadata.json names the tokenizer {spec}.")
     if spec is None:
         raise DataError(

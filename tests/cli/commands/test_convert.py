@@ -110,6 +110,28 @@ def test_a_key_that_needs_another_one_may_come_first(tmp_path):
     assert (config.lora.alpha, config.lora.rank, config.lora.targets) == (16, 8, ("q", "v"))
 
 
+def test_tokens_that_are_here_are_answered_with_the_line_that_imports_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "chunk_000000.pt").write_bytes(b"")
+    converted(tmp_path, {"weight_decay": 0.1, "pretokenized": "old"})
+    text = (tmp_path / "my.yaml").read_text()
+    assert (
+        "# pretokenized=old was not converted: see data.path. Import it: `flatout import old --out "
+        "data/old --tokenizer FILE`, where FILE is the tokenizer that made the tokens.\n"
+    ) in text
+    (tmp_path / "old" / "metadata.json").write_text("{}")
+    (tmp_path / "my.yaml").unlink()
+    found, _ = converted(tmp_path, {"weight_decay": 0.1, "pretokenized": "old"})
+    assert found.items[1].note == (
+        "Import it: `flatout import old --out data/old`, with --tokenizer FILE if metadata.json "
+        "names none."
+    )
+    (tmp_path / "my.yaml").unlink()
+    found, _ = converted(tmp_path, {"weight_decay": 0.1, "dataset": "s3://bucket/set"})
+    assert found.items[1].note == "The directory that `flatout prepare` wrote."
+
+
 def test_no_file_is_replaced(old, tmp_path):
     (tmp_path / "my.yaml").write_text("name: mine\n")
     with pytest.raises(OutputInUse, match="exists"):

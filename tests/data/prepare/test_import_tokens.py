@@ -13,6 +13,7 @@ import torch
 from texts import byte_level_json
 
 from flatout.cli.commands.verify import verify
+from flatout.data import tokenizers
 from flatout.data.prepare import import_tokens as importing
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.manifest import Manifest
@@ -467,6 +468,25 @@ def test_tokens_of_every_kind_of_tokenizer_are_imported(chunks, imported, tmp_pa
         sum(len(text) for text in TEXTS),
     )
     assert ("names the tokenizer" in made.said) == (kind == "metadata")
+
+
+def test_metadata_may_lie_above_the_splits_and_use_another_tools_name_of_a_tokenizer(
+    tmp_path, chunks, imported, monkeypatch
+):
+    path, asked = hub_file(tmp_path), []
+    monkeypatch.setattr(tokenizers, "tokenizer_file", lambda name, **_: asked.append(name) or path)
+    monkeypatch.setattr(tokenizers, "repository_file", lambda *_, **__: None)
+    (tmp_path / "old").mkdir()
+    for name in ("train", "val"):
+        chunks({0: [1, 2, 3]}, name=f"old/{name}")
+    metadata = {"tokenizer": "gpt2", "total_tokens": 6, "num_chunks": 2}
+    (tmp_path / "old" / "metadata.json").write_text(json.dumps(metadata))
+    made = imported(tmp_path / "old", tokenizer=None)
+    assert (made.train, made.val, asked) == ([1, 2, 3], [1, 2, 3], ["openai-community/gpt2"])
+    metadata = {"tokenizer": "gpt2", "total_tokens": 7}
+    (tmp_path / "old" / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(DataError, match=r"has total_tokens 7\. There are 6"):
+        imported(tmp_path / "old", tokenizer=None, out="other")
 
 
 @pytest.mark.parametrize(
