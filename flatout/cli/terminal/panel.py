@@ -29,6 +29,13 @@ BARS, MAX_BARS = "▁▂▃▄▅▆▇█", 20
 """Of the sparkline."""
 MAX_LOSSES = 2000
 """The sparkline shows this many of the latest losses."""
+LINE: dict[str, Callable[[float], str]] = {
+    "train/epoch": "epoch {:.2f}".format,
+    "train/loss": "loss {:.3f}".format,
+    "perf/tokens_per_s": rate,
+    "perf/samples_per_s": lambda number: f"{amount(number)} samples/s",
+}
+"""Metrics of the line of the steps."""
 DEVICE = {
     "perf/mfu": "MFU {:.1%}",
     "mem/allocated_gib": "{:.2f} GiB",
@@ -113,12 +120,8 @@ class RunReport:
             self._task.advance(step - self._step)
         self._step, self._last_step = step, last_step
         known = self._metrics
-        facts = [
-            f"{step:,}/{last_step:,}",
-            f"loss {known['train/loss']:.3f}" if "train/loss" in known else "",
-            rate(known["perf/tokens_per_s"]) if "perf/tokens_per_s" in known else "",
-        ]
-        self._task.note(" · ".join(filter(None, facts)))
+        facts = [show(known[name]) for name, show in LINE.items() if name in known]
+        self._task.note(" · ".join([f"{step:,}/{last_step:,}", *facts]))
 
     def on_record(self, record: Mapping[str, float]) -> None:
         """Keep the latest metrics for the line. Print evaluations."""

@@ -21,6 +21,7 @@ from flatout.config.schema import RunConfig
 from flatout.config.sections import ParallelConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
+from flatout.display import amount
 from flatout.errors import FlatoutError
 from flatout.hardware.machine import GIB, Machine, pick_device, probe
 from flatout.hardware.roofline import Peak
@@ -42,6 +43,8 @@ LEAST_SAVING = 0.02
 """Changes that save less of the memory are omitted."""
 LONG = 8_192
 """Tokens of rows from which several GPUs may share one."""
+LEAST_BPE = 10_000
+"""Ids of a vocabulary whose losses compare with those of GPT-2's: not bytes or characters."""
 TOUCH_MEMORY = {
     "activations",
     "attention",
@@ -99,6 +102,8 @@ def make_plan(
             changes = [] if fits else changes_of(target, requested, config, memory, largest)
     if fits is False:  # a run without room has no rate
         time = TimePrediction(None, None, None, "none: it does not fit", None)
+    if (config.model.vocab_size or 0) >= LEAST_BPE:
+        notes.append(critical_batch(config.batch.tokens_per_step or 0))
     peak, row = target.peak(config), target.machine.row
     power = row.power_w if row and target.device.startswith("cuda") else None
     hours = None if time.wall_s is None else time.wall_s / 3600
@@ -275,6 +280,20 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
         tried.append(mesh | {"parallel.pipeline_schedule": schedule})
     found = [Alternative(**fields) for fields in target.alternatives(requested, tried)]
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
+
+
+def critical_batch(tokens: int) -> str:
+    """Return a sentence that compares the tokens of a step with the critical batch size.
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, a fit to the gradient noise of transformers on
+            WebText2, as McCandlish et al. 2018, arXiv:1812.06162, measure it.
+    """
+    high_loss, low_loss = (amount(2e8 / loss ** (1 / 0.21), "tokens") for loss in (4, 2.5))
+    return (
+        f"A step has {amount(tokens, 'tokens')}. In the runs of Kaplan et al. 2020, the critical "
+        f"batch size was {high_loss} at a loss of 4 and {low_loss} at 2.5 (2e8 / loss^(1/0.21)): "
+        "much larger steps need more tokens for the same loss, much smaller ones more steps."
+    )
 
 
 def rows_that_fit(config: RunConfig, memory: MemoryPrediction, free: int) -> int:

@@ -82,6 +82,18 @@ def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
     assert 2 / 3 < lora.flops_per_token / whole.flops_per_token < 1
 
 
+def test_the_tokens_of_a_step_are_compared_with_the_critical_batch_size(recipe):
+    """B* = 2e8 and alpha_B = 0.21 of Kaplan et al. 2020: 2e8 / 4 ** 4.762 = 0.272 M."""
+    words = [*ON_CPU, "batch.tokens_per_step=65536"]
+    (note,) = [
+        note for note in plan(recipe, [*words, "model.vocab_size=50304"]).notes if "Kaplan" in note
+    ]
+    assert note.startswith("A step has 65.5 K tokens. ")
+    assert "271.7 K tokens at a loss of 4 and 2.5 M tokens at 2.5" in note
+    few = plan(recipe, [*words, "model.vocab_size=257"]).notes
+    assert not any("Kaplan" in note for note in few), "its losses are per byte"
+
+
 def test_the_parts_of_the_memory_add_up(recipe):
     found = plan(recipe, [*ON_CPU, "model.vocab_size=101", "train.devices=2"])
     assert found.world_size == 2

@@ -58,6 +58,11 @@ def test_the_line_shows_step_loss_rate_and_time_left(terminal):
         report.on_record(record)
     report.on_tick(11, 20)
     assert line_of(terminal).startswith("55% · 11/20 · loss 3.142 · 61.2 K tokens/s · ")
+    report.on_record({"step": 11, "train/epoch": 1.256, "perf/samples_per_s": 239.2})
+    report.on_tick(12, 20)
+    assert line_of(terminal).startswith(
+        "60% · 12/20 · epoch 1.26 · loss 3.142 · 61.2 K tokens/s · 239 samples/s · "
+    )
     assert line_of(terminal).endswith(" s left")
     report.on_event({"event": "stop"})
     assert terminal.lines.tasks == []
