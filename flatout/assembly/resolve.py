@@ -115,10 +115,11 @@ def with_choices(
     if device.startswith("cuda"):
         decisions = with_checkpointing(config, decisions, available, share)
     on = [decision.name for decision in decisions if decision.on]
-    if config.batch.by_tokens and "length-buckets" not in on:
+    if config.batch.by_tokens and not speedups_for("batching", on):
+        names = speedups_for("batching")
         raise ConfigError(
-            "batch.by_tokens=true needs the speedup length-buckets, whose rows are documents.",
-            fix=f"Set speedups={adding(config.speedups, ['length-buckets'])}, or remove the key.",
+            f"batch.by_tokens=true needs the speedup {names[0]}, whose rows are documents.",
+            fix=f"Set speedups={adding(config.speedups, names)}, or remove the key.",
         )
     parts, rows = assemble(on), config.batch.rows_per_device
     if rows == "auto":

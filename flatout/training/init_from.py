@@ -155,8 +155,10 @@ def load_moments(run: Run, source: Path, progress: Progress) -> None:
         return
     state = dict(enumerate(found[names[parameter]] for parameter in own))
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    steps = counted(int(state[0]["step"]), "step")
-    progress.say(f"AdamW continues after {steps} with the moments of {source}.")
+    progress.say(
+        f"AdamW continues after {counted(int(state[0]['step']), 'step')} with the moments of "
+        f"{source}."
+    )
 
 
 def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject | None]:

@@ -14,10 +14,10 @@ FRAMES = 9
 ROOMS = {
     "measure": 96_655,
     "data": 58_834,
-    "training": 55_319,
-    "cli": 24_277,
+    "training": 55_303,
+    "cli": 24_273,
     "models": 22_995,
-    "assembly": 17_050,
+    "assembly": 17_059,
     "config": 10_300,
     "ops": 14_015,
     "inference": 8_339,

@@ -204,8 +204,7 @@ def _translated(key: str, value: Any, values: JsonObject) -> Item:
         return but("unnecessary", default if value is True else "It is off.")
     if not word.key:
         return item
-    known = recognise(Path(str(value))) if word.key == "data.path" else None
-    if known is not None:
+    if word.key == "data.path" and (known := recognise(Path(str(value)))):
         return but("by_hand", known.fix)
     if written:
         stated = parse_overrides(written.split(), RunConfig)

@@ -312,8 +312,8 @@ def _tokenizer(
     named = next((metadata[key] for key in TOKENIZERS if isinstance(metadata.get(key), str)), None)
     if spec is None and named is not None:
         beside = (path if path.is_dir() else path.parent) / named
-        known = name_for("tokenizer", named, ["openai-community/gpt2"])
-        spec = str(beside) if beside.exists() else known or named
+        named = name_for("tokenizer", named, ["openai-community/gpt2"]) or named
+        spec = str(beside) if beside.exists() else named
         progress.say(f"metadata.json names the tokenizer {spec}.")
     if spec is None:
         raise DataError(
