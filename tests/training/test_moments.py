@@ -5,7 +5,9 @@ import torch
 from foreign_models import DOCUMENTS, draw, foreign_weights, write_model
 
 from flatout.config.schema import load_config
+from flatout.errors import Stopped
 from flatout.training.init_from import load_initial
+from flatout.training.run import run_training
 from flatout.training.step import train_step
 
 GPT2_BLOCK = "ln_1 attn.c_attn attn.c_proj ln_2 mlp.c_fc mlp.c_proj"
@@ -99,6 +101,18 @@ def test_the_moments_of_a_checkpoint_of_nanogpt_continue(tmp_path, started, grou
     run, said = started(nanogpts(tmp_path, groups=groups))
     assert f"AdamW continues after 1 step with the moments of {tmp_path / 'ckpt.pt'}." in said
     require_moments(run)
+
+
+def test_a_run_with_such_moments_resumes_bit_for_bit(tmp_path, tiny, tiny_set, stop_at):
+    values = {key: value for key, value in tiny.items() if not key.startswith("model.")}
+    values |= {"data.path": str(tiny_set), "train.init_from": str(nanogpts(tmp_path))}
+    config = load_config().with_values(values | {"train.eval_every": 0})
+    whole = run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[stop_at(2)])
+    (tmp_path / "ckpt.pt").unlink()
+    resumed = run_training(config, tmp_path / "run")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
 @pytest.mark.parametrize(
