@@ -201,7 +201,8 @@ class CallRecorder(TorchFunctionMode):
                 self.found.add("broadcast", line, seconds)
         if name in ("cross_entropy", "nll_loss") and len(two) > 1:
             with torch._C.DisableTorchFunction():
-                self.classes.append(classes_in(two[1]))
+                if two[1].shape in [one.shape[:1] for one in self.inputs]:  # one for each row
+                    self.classes.append(classes_in(two[1]))
                 if self.predicted is None:
                     self.predicted = predicted(self.inputs, two[1])
                 if are_own(self.inputs, two[1]):
