@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,41 +29,19 @@ MOST_VALUES = 50_000
 a few hundred bytes, are 400 million."""
 CHARS_PER_VALUE = 200
 """A text counts once more for each of these, so the limit is also 10 million characters."""
+UNUSUAL = re.compile(r"[^\n -~]|[?!]|[|>]\S*#")
+"""What libyaml and PyYAML read differently in some places."""
+NESTED, MOST_NESTED = re.compile(r"[\[{]|- "), 5000
+"""What may begin one more level on the same line. libyaml's binding crashes from 12,000 levels."""
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader without the traps of YAML 1.1.
 
     YAML 1.1 reads 3e-4 as text, on and no as booleans, 010 as 8, 1:30 as 90 and 2026-01-02 as a
-    date, silently keeps the last of two equal keys, and lets a short text stand for any number of
-    values. PyYAML also rejects tabs between words and at the end of a line.
+    date, and silently keeps the last of two equal keys. PyYAML also rejects tabs between words and
+    at the end of a line.
     """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._num_values = 0
-        self._sizes: dict[yaml.Node, int] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node.
-
-        Raises: ConfigError when the document has more than `MOST_VALUES`.
-        """
-        before = self._num_values
-        node = super().compose_node(parent, index)
-        if node in self._sizes:  # an alias
-            self._num_values += self._sizes[node]
-        elif node is not None:
-            long = len(node.value) // CHARS_PER_VALUE if isinstance(node, yaml.ScalarNode) else 0
-            self._num_values += 1 + long
-            self._sizes[node] = self._num_values - before
-        if self._num_values > MOST_VALUES:
-            raise ConfigError(
-                f"{self.name} contains more than {MOST_VALUES:,} values.",
-                fix=f"Shorten it. A text counts once more for every {CHARS_PER_VALUE} characters, "
-                "and what an alias (*name) stands for counts each time.",
-            )
-        return node
 
     def scan_to_next_token(self) -> None:
         """Skip blanks and comments, and tabs that do not indent."""
@@ -84,7 +64,7 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
     seen: JsonObject = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
-        if key == "<<" and key_node.style is None:
+        if key == "<<" and not key_node.style:
             raise ConfigError(
                 f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: << merges another "
                 "mapping, which YAML 1.2 no longer has.",
@@ -139,6 +119,43 @@ _Dumper.add_representer(str, _represent_text)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
+class _FastLoader(yaml.CSafeLoader if yaml.__with_libyaml__ else _Loader):  # type: ignore[misc]
+    """libyaml's parser, ten times as fast, with the numbers, words and keys of `_Loader`."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+    yaml_constructors = _Loader.yaml_constructors
+
+
+def _num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Return the keys and values of a node, counting what its aliases repeat."""
+    if node not in known:
+        known[node] = 0  # a node that contains itself is an error of the constructor
+        if isinstance(node, yaml.ScalarNode):
+            inner = len(node.value) // CHARS_PER_VALUE
+        else:
+            parts = node.value if isinstance(node, yaml.SequenceNode) else chain(*node.value)
+            inner = sum(_num_values(part, known) for part in parts)
+        known[node] = 1 + inner
+    return known[node]
+
+
+def _value(loader: _Loader | _FastLoader, name: str) -> Any:
+    """Return the value of the one document that a loader reads.
+
+    Raises: ConfigError when it has more than `MOST_VALUES`.
+    """
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    if _num_values(node, {}) > MOST_VALUES:
+        raise ConfigError(
+            f"{name} contains more than {MOST_VALUES:,} values.",
+            fix=f"Shorten it. A text counts once more for every {CHARS_PER_VALUE} characters, "
+            "and what an alias (*name) stands for counts each time.",
+        )
+    return loader.construct_document(node)
+
+
 def dump_yaml(document: JsonObject) -> str:
     """Return a mapping as YAML, which `parse_yaml` and other readers of YAML read as equal."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -159,6 +176,9 @@ def parse_yaml(text: str, *, name: str) -> Any:
 
     Raises: ConfigError with the line that could not be read.
     """
+    if not UNUSUAL.search(text) and len(NESTED.findall(text)) <= MOST_NESTED:
+        with suppress(ConfigError, yaml.YAMLError, ValueError, OverflowError, RecursionError):
+            return _value(_FastLoader(text), name)
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
@@ -168,7 +188,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
         ) from error
     loader.name = name
     try:
-        return loader.get_single_data()
+        return _value(loader, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         position = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""

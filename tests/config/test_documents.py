@@ -1,9 +1,11 @@
 """Reading YAML: numbers, words and errors."""
 
 import math
+from pathlib import Path
 
 import pytest
 
+import flatout
 from flatout.config.documents import MOST_BYTES, parse_yaml, read_document
 from flatout.errors import ConfigError
 
@@ -96,6 +98,43 @@ def test_numbers_are_parsed(text, value):
 )
 def test_words_are_parsed_as_text(text):
     assert parse_yaml(text, name="test") == text.strip("'")
+
+
+PACKAGED = sorted(Path(flatout.__file__).parent.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(path.read_text() for path in PACKAGED),
+        "a: [1, 2.5, {b: 0x10}]\nc: 'it''s'\nd: \"\\x41\\/\"\ne: |\n  1\n  2\nf: 50%\n",
+        "- on\n- 010\n-\n  - !!str 1\n- &a {x: 1}\n- *a\n...\n",
+        "a: [x?y]\n",
+        "a: !\n",
+        "a: |#\n b\n",
+        "<<: 1\n",
+        "a: b\n c\n\n d # e\n",
+    ],
+    ids=[path.stem for path in PACKAGED]
+    + ["flow", "block", "question", "tag", "header", "merge", "lines"],
+)
+def test_both_parsers_read_the_same(text):
+    """Only PyYAML's own parser accepts a tab in front of a comment, and reads all of the text."""
+    assert read(text) == read(f" \t# a tab\n{text}")
+
+
+@pytest.mark.parametrize("text", ["[", "- ", "{a: "])
+def test_deep_nesting_is_rejected(text):
+    with pytest.raises(ConfigError, match="recursion"):
+        parse_yaml(100_000 * text, name="a.yaml")
+
+
+def read(text):
+    """Return the value of a YAML text, or the error without its line."""
+    try:
+        return parse_yaml(text, name="test")
+    except ConfigError as error:
+        return error.what.partition("is not valid")[1:]
 
 
 def test_other_yaml_keeps_its_meaning():

@@ -18,7 +18,7 @@ ROOMS = {
     "cli": 24_273,
     "models": 22_995,
     "assembly": 17_059,
-    "config": 10_300,
+    "config": 10_401,
     "ops": 14_015,
     "inference": 8_339,
     "storage": 11_219,
