@@ -14,7 +14,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 96_679,
     "data": 58_834,
-    "training": 55_303,
+    "training": 55_433,
     "cli": 24_273,
     "models": 22_995,
     "assembly": 17_059,

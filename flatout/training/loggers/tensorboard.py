@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
 from flatout.storage.files import open_own
@@ -22,7 +24,8 @@ _VERSION = "brain.Event:2"
 class TensorBoard(Logger):
     """Writes the metrics of each record to a new event file.
 
-    TensorBoard's own writer is not used: it runs in a thread and prints a traceback for each error.
+    TensorBoard's own writers are not used: one runs in a thread and prints a traceback for each
+    error, and importing the other loads every plugin, and boto3 if it is installed.
     """
 
     def on_start(self, run: Run) -> None:
@@ -53,15 +56,32 @@ class TensorBoard(Logger):
 
     def _add(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
         event = Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(event))
         try:
-            RecordWriter(self._file).write(event)
+            self._file.write(length + _checksum(length) + event + _checksum(event))
             self._file.flush()
         except OSError:
             self.close()
             raise
+
+
+def _checksum(data: bytes) -> bytes:
+    """Return the checksum that a TFRecord has after its length and its data: CRC-32C, masked."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _crc_table()[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@cache
+def _crc_table() -> list[int]:
+    table = [*range(256)]
+    for _ in range(8):
+        table = [crc >> 1 ^ (crc & 1) * 0x82F63B78 for crc in table]
+    return table
 
 
 LOGGER = TensorBoard
