@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import torch
@@ -93,6 +94,17 @@ def undo(model: LanguageModel) -> None:
     torch._dynamo.reset()
 
 
+def known_processor() -> AbstractContextManager[object]:
+    """Return a context in which the compiler tests no vector instructions that torch itself uses.
+
+    It would compile a program for each set of them, with torch's headers, and start each.
+    """
+    is_known = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    changed: AbstractContextManager[object]
+    changed = torch._inductor.config.patch({"cpp.vec_isa_ok": is_known or None})
+    return changed
+
+
 def compile_cost(config: RunConfig, minutes: float | None) -> float:
     """Return the time of compiling relative to an idle machine without the code of this run.
 
@@ -119,8 +131,9 @@ def mark_as_cached(config: RunConfig) -> None:
 
 def _mark(config: RunConfig) -> Path:
     """Return the mark of a run, whose speedups may be resolved or not."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
+    # as a file: importing it as a module imports the compiler
+    utilities = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
+    cache_dir = run_path(str(utilities))["cache_dir"]
     stated = [
         import_module("flatout").__version__,  # which need not be installed
         fingerprint(config.train.device),

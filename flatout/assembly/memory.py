@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.assembly.choices import parts_of
 from flatout.assembly.parts import Parts, drop_gradients
@@ -548,6 +547,8 @@ def _optimizer_step(workload: Workload, num_ranks: int) -> Step:
     AdamW's need is stated. Any other takes two steps, of which the first creates the state, and
     asks for whole parameters. One that reads values, as `.item()` does, counts as AdamW.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     mode, model = _without_values(workload)
     trained, copies = _trained(model), workload.adamw_copies
     stated = Step(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatout.assembly.choices import Decision, speedup_named
-from flatout.assembly.compiling import mark_as_cached, undo
+from flatout.assembly.compiling import known_processor, mark_as_cached, undo
 from flatout.assembly.run import Run
 from flatout.distributed.pipeline import Pipeline
 from flatout.training.metrics.log import Log
@@ -48,7 +48,7 @@ def warm_up(
     began_s = time.perf_counter()
     task = log.progress.task("Compiling the model (once, often 20 to 60 s)")
     limit = torch._dynamo.config.patch(recompile_limit=MAX_SHAPES)
-    with run.pulse.during("compiling"), task, limit, warnings.catch_warnings():
+    with run.pulse.during("compiling"), task, limit, known_processor(), warnings.catch_warnings():
         # which the compiler causes itself
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         failure, any_failed = _try_step(run, eval_shapes, stop)

@@ -14,10 +14,10 @@ FRAMES = 9
 ROOMS = {
     "measure": 96_679,
     "data": 58_834,
-    "training": 55_433,
+    "training": 55_439,
     "cli": 24_273,
     "models": 22_995,
-    "assembly": 17_059,
+    "assembly": 17_135,
     "config": 10_401,
     "ops": 14_015,
     "inference": 8_339,
