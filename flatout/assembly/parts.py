@@ -5,6 +5,7 @@ Nothing here imports torch. A part that needs it is `named`, and imported by `Pa
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
 """The usual hand-written micro-batch: nanoGPT's 12 rows, at most the tokens of 4 x 32,768."""
+OBJECTS_BETWEEN = 700
+"""New objects between two runs of Python's garbage collector, by default."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,16 @@ def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def automatic_gc() -> Iterator[Callable[[int], None]]:
-    """Leave Python's garbage collector on. The callback for each step does nothing."""
-    yield lambda _step: None
+    """Leave Python's garbage collector on, and run it at least as often as Python does by default.
+
+    The callback for each step does nothing.
+    """
+    before = gc.get_threshold()[0]
+    gc.set_threshold(min(before, OBJECTS_BETWEEN))
+    try:
+        yield lambda _step: None
+    finally:
+        gc.set_threshold(before)
 
 
 def two_in_fp32(num_weights: int) -> int:

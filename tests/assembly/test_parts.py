@@ -1,5 +1,7 @@
 """Parts are set by at most one speedup, those that are named exist, tolerances are checked."""
 
+import gc
+
 import pytest
 
 from flatout.assembly.choices import all_speedups, assemble
@@ -18,6 +20,18 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 )
 def test_the_plain_micro_batch_is_what_people_write(seq_len, rows):
     assert rows_people_write(seq_len, "cpu") == rows
+
+
+@pytest.mark.parametrize(("before", "within"), [(50_000, 700), (100, 100), (0, 0)])
+def test_a_run_collects_garbage_at_least_as_often_as_python_does_by_default(before, within):
+    usual = gc.get_threshold()
+    gc.set_threshold(before)
+    try:
+        with Parts().gc():
+            assert gc.get_threshold()[0] == within
+        assert gc.get_threshold()[0] == before
+    finally:
+        gc.set_threshold(*usual)
 
 
 def test_every_part_that_is_named_exists():

@@ -17,7 +17,7 @@ ROOMS = {
     "training": 55_439,
     "cli": 24_273,
     "models": 22_995,
-    "assembly": 17_135,
+    "assembly": 17_171,
     "config": 10_401,
     "ops": 14_015,
     "inference": 8_339,
@@ -26,7 +26,7 @@ ROOMS = {
     "optim": 5_706,
     "speedups": 3_984,
     "hardware": 3_272,
-    "top": 4_293,
+    "top": 4_304,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.
 
