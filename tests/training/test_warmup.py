@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -208,3 +210,24 @@ def test_a_run_that_compiles_nothing_is_not_warmed_up(build_run, tiny_config):
     events = Events()
     warm_up(run, events, eval_shapes=batch_shapes(run))
     assert (called, events.seen) == ([], [])
+
+
+@pytest.mark.thorough
+def test_the_compiler_picks_the_instructions_that_its_own_tests_find():
+    code = """
+import sys
+from contextlib import nullcontext
+import torch
+from flatout.assembly.compiling import known_processor
+with known_processor() if sys.argv[1:] else nullcontext():
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    print(pick_vec_isa(), pick_vec_isa().build_arch_flags())
+    print(torch._inductor.config.cpp.vec_isa_ok)
+"""
+    known, tested = (
+        subprocess.check_output([sys.executable, "-c", code, *words], text=True).splitlines()
+        for words in (["known"], [])
+    )
+    assert known[0] == tested[0]
+    is_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    assert (known[1], tested[1]) == (str(is_x86 or None), "None")
