@@ -236,7 +236,8 @@ class Evidence(Stored):
     repeated, unread and zero (work that is repeated or has no effect), again, discarded and lost
     (passes through the same graph, those whose gradients nothing uses, those of which some are
     used), created (weights that are new in each step),
-    normalised (a loss that takes logits and is given probabilities), growing (more work in each
+    normalised (a loss that takes logits and is given probabilities), rounded (one that is given
+    probabilities, which bf16 rounds), growing (more work in each
     step), rows (a batch size of 1), broadcast (a column and a row that make a square), not-finite
     (the first result that is not)."""
     kernels: tuple[KernelRow, ...] | None = None

@@ -13,7 +13,7 @@ LEAST, MOSTLY, CLEARLY = 8, 0.9, 0.2
 """Fewest tokens of a row, share of the targets that must be the next tokens, and how much larger
 than the share that is the tokens themselves.
 """
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 """Largest difference of outputs, as a share of the largest one, that is rounding."""
 
 

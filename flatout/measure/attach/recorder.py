@@ -199,21 +199,28 @@ class CallRecorder(TorchFunctionMode):
             is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
             if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
                 self.found.add("broadcast", line, seconds)
-        if name in ("cross_entropy", "nll_loss") and len(two) > 1:
-            with torch._C.DisableTorchFunction():
-                if two[1].shape in [one.shape[:1] for one in self.inputs]:  # one for each row
-                    self.classes.append(classes_in(two[1]))
-                if self.predicted is None:
-                    self.predicted = predicted(self.inputs, two[1])
-                if are_own(self.inputs, two[1]):
-                    self.found.add("unshifted", line, seconds)
-        if name in LOSSES_OF_LOGITS and two and _maker(two[0].grad_fn).startswith(NORMALISED):
-            self.found.add("normalised", line, seconds)
+        if name.endswith(("cross_entropy", "_loss", "_logits")):
+            self._note_loss(name, two, line, seconds)
         square = result.shape[-2:]
         if name == "softmax" and result.dim() > 2 and square[0] == square[1] >= MIN_ATTENTION:
             self.found.add("softmax", line, seconds)
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
+
+    def _note_loss(self, name: str, given: list[Tensor], line: Line, seconds: float) -> None:
+        """Note what a loss is given."""
+        if name in ("cross_entropy", "nll_loss") and len(given) > 1:
+            with torch._C.DisableTorchFunction():
+                if given[1].shape in [one.shape[:1] for one in self.inputs]:  # one for each row
+                    self.classes.append(classes_in(given[1]))
+                if self.predicted is None:
+                    self.predicted = predicted(self.inputs, given[1])
+                if are_own(self.inputs, given[1]):
+                    self.found.add("unshifted", line, seconds)
+        if name in LOSSES_OF_LOGITS and given and _maker(given[0].grad_fn).startswith(NORMALISED):
+            self.found.add("normalised", line, seconds)
+        if name == "binary_cross_entropy" and given[:1] and given[0].requires_grad:
+            self.found.add("rounded", line, seconds)
 
 
 def own_lines(

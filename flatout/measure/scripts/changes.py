@@ -229,6 +229,7 @@ CHANGES = {
         lambda e: {
             "The forward pass is not in fp32.": e.autocast or e.dtype != "float32",
             "This CPU does not multiply bf16.": not e.on_gpu and not probe().cpu_multiplies_bf16,
+            "A loss takes probabilities, which bf16 rounds to 0 or 1.": e.site("rounded"),
         },
         BF16,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, product
@@ -220,6 +221,11 @@ class _Source:
             data = data[:start] + edits[start, end, what] + data[end:]
         return data
 
+    def _has(self, pattern: str) -> bool:
+        """Return whether the code has a call that a pattern describes."""
+        calls = (ast.unparse(n) for n in ast.walk(self._tree) if isinstance(n, ast.Call))
+        return any(re.match(pattern, call) for call in calls)
+
     def _is_valid(self, more: Made) -> bool:
         try:
             ast.parse(self.text(more))
@@ -317,7 +323,11 @@ class _Source:
             after = site.is_direct and not isinstance(statement, ast.Return)
             if not has_own_lines or (after and hasattr(statement, "body")):  # in a block's head
                 return "there is no place for a separate line"
-            at = lines[after]
+            if ".compile()" in text and self._has(r"torch\.compile\("):
+                return "the script has a torch.compile of its own, which is off"
+            at, row = lines[after], statement.lineno - 1
+            while not after and self.data[self._at(row, 0) : at].startswith(indent + b"#"):
+                at, row = self._at(row, 0), row - 1  # a comment belongs to the statement below it
             new = text.encode().split(b"\n")
             lead = self._newline if after and not self.data[:at].endswith(b"\n") else b""
             return {(at, at, text): lead + b"".join(indent + line + self._newline for line in new)}

@@ -286,3 +286,5 @@ def test_probabilities_where_a_loss_takes_logits_are_found(loss, is_found, tmp_p
     with CallRecorder(lambda: "other") as recorder:
         exec(compile(path.read_text(), str(path), "exec"), space | {"F": nn.functional})
     assert set(recorder.found.counts["normalised"]) == ({(str(path), 2)} if is_found else set())
+    is_rounded = "binary_cross_entropy(" in loss
+    assert bool(recorder.found.counts["rounded"]) == is_rounded

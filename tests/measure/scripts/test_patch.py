@@ -262,6 +262,11 @@ def test_a_library_takes_arguments_instead(patched):
 
 
 LINES = [
+    (
+        "x()\n# all of it\n# at once\ntrainer.train()\n",
+        "x()\nmodel.compile()\n# all of it\n# at once\ntrainer.train()\n",
+    ),
+    ("# a script\no = AdamW(p)\n", "# a script\no = AdamW(p)\nmodel.compile()\n"),
     ("o = AdamW(p)\nx()\n", "o = AdamW(p)\nmodel.compile()\nx()\n"),
     ("o = AdamW(p)", "o = AdamW(p)\nmodel.compile()\n"),
     (
@@ -294,6 +299,13 @@ def test_lines_are_inserted_at_the_optimizer(patched, source, expected):
     result, patch = patched(source, COMPILE)
     assert result == expected
     assert patch.by_hand == []
+
+
+def test_a_script_that_can_compile_its_model_is_not_told_to_do_it_twice(patched):
+    source = "if options.compile:\n    model = torch.compile(model)\no = AdamW(p)\n"
+    result, patch = patched(source, COMPILE)
+    assert result == source
+    assert "a torch.compile of its own" in patch.by_hand[0].words
 
 
 def test_lines_keep_their_own_indentation_and_names(patched):
