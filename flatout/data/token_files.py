@@ -1,4 +1,4 @@
-"""Token files of other tools: .npy, llm.c's and nanoGPT's .bin, and files of torch.save.
+"""Token files of other tools: .npy, llm.c's and nanoGPT's .bin, of torch.save and of datasets.
 
 Nothing in a file is executed. Files are mapped, so they may be larger than memory.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flatout.data.sources.packed import import_package
 from flatout.errors import DataError, in_shell
 from flatout.storage.files import Array
 from flatout.storage.json_io import JsonObject, read_object
@@ -30,7 +31,7 @@ FIELDS = ("input_ids", "tokens", "token_ids", "ids")
 """Usual names of the field that contains the tokens."""
 DTYPES = ("uint16", "uint32", "uint64", "int16", "int32", "int64", "uint8")
 """Types that files without a header may contain."""
-EXAMPLES = "train.bin, tokens.npy, chunk_000000.pt"
+EXAMPLES = "train.bin, tokens.npy, chunk_000000.pt, data-00000-of-00001.arrow"
 METADATA = "metadata.json"
 """What another tool recorded of its chunks, beside them."""
 STATED = {
@@ -83,12 +84,12 @@ class Found:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the format of a token file: numpy, torch, llm.c or raw, None for other files."""
+    """Return the format of a token file: numpy, torch, arrow, llm.c or raw. None for others."""
     suffix = path.suffix.lower()
-    if suffix not in (".npy", ".pt", ".pth", ".ckpt", ".bin") or not path.is_file():
+    if suffix not in (".npy", ".pt", ".pth", ".ckpt", ".arrow", ".bin") or not path.is_file():
         return None
     if suffix != ".bin":
-        return "numpy" if suffix == ".npy" else "torch"
+        return {".npy": "numpy", ".arrow": "arrow"}.get(suffix, "torch")
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     if head.startswith((b"PK\x03\x04", LEGACY_TORCH)):
@@ -160,8 +161,14 @@ def _found(path: Path, *, is_raw: bool) -> Found:
 def _chunks(folder: Path) -> tuple[Path, ...]:
     """Return the files chunk_NNNNNN.pt of a directory in order. Numbers start at 0 or 1.
 
+    Or those of a dataset that `save_to_disk` of the package datasets wrote.
+
     Raises: DataError when numbers are missing or duplicated.
     """
+    if files := sorted(folder.glob("data-*-of-*.arrow")):
+        if (count := int(files[0].stem.rpartition("-")[2])) != len(files):
+            raise DataError(f"{folder} has {len(files)} of {count} files.", fix=COPY)
+        return tuple(files)
     numbered = sorted(
         (int(match[1]), entry)
         for entry in folder.iterdir()
@@ -332,6 +339,20 @@ def _torch(path: Path, reading: Reading) -> tuple[Array, None]:
     return tokens, None
 
 
+def _arrow(path: Path, reading: Reading) -> tuple[Array, str]:
+    pyarrow = import_package("pyarrow", str(path), extra="parquet")
+    try:
+        ipc = import_package("pyarrow.ipc", str(path), extra="parquet")
+        rows = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Arrow: {error}.", fix=COPY) from error
+    column = rows[_field(rows.column_names, reading, path)].combine_chunks()
+    while "list" in str(column.type):
+        column = column.flatten()
+    note = f"{path.name} has {len(rows):,} rows, which follow each other."
+    return column.to_numpy(zero_copy_only=False), note
+
+
 def _field(names: Sequence[str], reading: Reading, path: Path) -> str:
     """Return the key with the tokens.
 
@@ -398,5 +419,6 @@ _READERS: dict[str, Callable[[Path, Reading], tuple[Array, str | None]]] = {
     "numpy": _numpy,
     "llm.c": _llm_c,
     "torch": _torch,
+    "arrow": _arrow,
     "raw": _raw,
 }

@@ -508,3 +508,28 @@ def test_metadata_that_contradicts_the_chunks_is_rejected(
     os.mkfifo(folder / "metadata.json")
     with pytest.raises(DataError, match=r"Cannot read .*metadata\.json"):
         imported(folder)
+
+
+def write_arrow(path, rows):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table, max_chunksize=2)
+
+
+def test_a_dataset_that_datasets_saved_is_imported_by_its_splits(imported, tmp_path):
+    rows = [[1, 2, EOT], [3], [4, 5, EOT]]
+    write_arrow(tmp_path / "saved/train/data-00000-of-00002.arrow", rows)
+    write_arrow(tmp_path / "saved/train/data-00001-of-00002.arrow", [[6, EOT]])
+    write_arrow(tmp_path / "saved/validation/data-00000-of-00001.arrow", [[7, EOT]])
+    found = imported(tmp_path / "saved", tokenizer="byte")
+    assert (found.train, found.train_ends) == ([1, 2, EOT, 3, 4, 5, EOT, 6, EOT], [3, 7, 9])
+    assert found.val == [7, EOT]
+    (tmp_path / "saved/train/data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match="has 1 of 2 files"):
+        find_tokens(tmp_path / "saved")
+    damaged = tmp_path / "saved/validation/data-00000-of-00001.arrow"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(DataError, match="cannot be read as Arrow"):
+        read_tokens(damaged, Reading(257))
