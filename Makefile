@@ -85,7 +85,7 @@ endef
 	@QUIET=1 .ci/step "$(@D)/llama.log" "Building llama.cpp" sh -ec 'rm -rf "$$0"; \
 	    "$(@D)/bin/python" -m pip download --no-deps --no-binary llama-cpp-python -c constraints.txt -d "$$0" "llama-cpp-python>=0.3"; \
 	    tar -xzf "$$0"/llama_cpp_python-*.tar.gz -C "$$0" --strip-components 1; \
-	    "$(@D)/bin/python" $(PIP) -c constraints.txt "$$0"' "$(@D)/llama.cpp" \
+	    "$(@D)/bin/python" $(PIP) -c constraints.txt "$$0" sentencepiece' "$(@D)/llama.cpp" \
 	  || echo "llama.cpp was not built, so the tests that convert exports for it are skipped. It needs a C++ compiler; $(@D)/llama.log has the output."
 
 .venv/oldest/.installed: pyproject.toml constraints.txt

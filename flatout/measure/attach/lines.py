@@ -78,6 +78,7 @@ _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 def line_of(file: str, number: int) -> str:
     """Return a line of a source file, without indentation. "" when it cannot be read."""
+    linecache.checkcache(file)  # it may have been edited meanwhile
     return linecache.getline(file, number).strip()
 
 
