@@ -15,7 +15,7 @@ ROOMS = {
     "measure": 96_902,
     "data": 59_057,
     "training": 55_439,
-    "cli": 24_273,
+    "cli": 24_268,
     "models": 22_995,
     "assembly": 17_171,
     "config": 10_401,

@@ -57,8 +57,8 @@ class Item(Stored):
     """What to know about it, or why there is no counterpart."""
 
     def shown(self) -> str:
-        """Return the key and its value in at most 60 characters."""
-        return shorten(self.key if self.value is None else f"{self.key}={self.value}", 60)
+        """Return the key, and the start of its value."""
+        return self.key if self.value is None else f"{self.key}={shorten(str(self.value), 40)}"
 
     def comment(self) -> str:
         """Return a sentence about a key that the recipe lacks."""

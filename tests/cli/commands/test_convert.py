@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from flatout.cli.commands.convert import convert_config
+from flatout.cli.commands.convert import Item, convert_config
 from flatout.config.documents import read_document
 from flatout.config.schema import load_config
 from flatout.config.words import listings
@@ -195,3 +195,9 @@ def test_a_config_of_deepspeed_is_converted(tmp_path):
     assert outcomes["zero_optimization.offload_param.device"] == "by_hand"
     assert outcomes["aio"] == outcomes["zero_optimization.offload_param.nvme_path"] == "missing"
     assert "unknown" not in outcomes.values()
+
+
+def test_a_long_key_is_shown_whole_and_a_long_value_is_cut():
+    key = "zero_optimization.stage3_use_all_reduce_for_fetch_params"
+    assert Item(key=key, value=True, outcome="unknown").shown() == f"{key}=True"
+    assert Item(key=key, value="a b " * 30, outcome="unknown").shown().endswith(" [...]")
