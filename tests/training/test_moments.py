@@ -147,10 +147,19 @@ class Code:
         return print, ("run",)
 
 
+def with_moment(model, key, value):
+    """Return the state of a model's optimizer with another value."""
+    state = optimizer_of(*model)
+    state["state"][0][key].view(-1)[0] = value
+    return state
+
+
 OTHERS = {
     "another optimizer": of_sgd,
     "one parameter less": lambda weights, order: optimizer_of(weights, order[:-1]),
     "another order": lambda weights, order: optimizer_of(weights, order[::-1]),
+    "a value that is not finite": lambda *one: with_moment(one, "exp_avg", float("nan")),
+    "a negative square": lambda *one: with_moment(one, "exp_avg_sq", -1.0),
     "code": lambda *_: {"state": Code()},
 }
 

@@ -210,7 +210,9 @@ class ForeignWeights:
                 order.sort(key=lambda part: len(shapes[part]) < 2)
             numbers = chain(*(group["params"] for group in groups))
             found = dict(zip(order, map(state["state"].__getitem__, numbers), strict=True))
-            fit = all(found[part][key].shape == shapes[part] for part in order for key in MOMENTS)
+            moments = [(found[part][key], shapes[part]) for part in order for key in MOMENTS]
+            fit = all(each.shape == shape and each.isfinite().all() for each, shape in moments)
+            fit &= all(found[part]["exp_avg_sq"].min() >= 0 for part in order)
             # transformers has the biases of queries before the norms
             if not fit or len(groups) > 2 or any("q_proj.bias" in part for part in order):
                 return {}
