@@ -16,7 +16,7 @@ ROOMS = {
     "data": 59_057,
     "training": 55_439,
     "cli": 24_268,
-    "models": 23_042,
+    "models": 23_065,
     "assembly": 17_171,
     "config": 10_401,
     "ops": 14_015,

@@ -92,6 +92,12 @@ def find_model(
         files = open_tensors(path)
         for family in families:
             if (keys := family.recognise(files.shapes, files.others)) is not None:
+                if keys["num_layers"] > len(files.shapes):
+                    raise ConfigError(
+                        f"{path} states {keys['num_layers']:,} layers, and has "
+                        f"{len(files.shapes):,} tensors.",
+                        fix="Restore the file.",
+                    )
                 return ForeignModel(path, family, keys)
         if for_run:
             return ForeignModel(path, None, {})

@@ -88,3 +88,9 @@ def test_arguments_of_another_program_are_rejected():
 def test_a_checkpoint_without_arguments_is_another_family():
     assert nanogpt.recognise({"transformer.wte.weight": (61, 32)}, {}) is None
     assert nanogpt.recognise({"weight": (61, 32)}, {"model_args": ARGUMENTS}) is None
+
+
+def test_more_layers_than_tensors_are_an_error_before_a_model_is_built(tmp_path):
+    torch.save(checkpoint(n_layer=10**9), tmp_path / "ckpt.pt")
+    with pytest.raises(ConfigError, match="states 1,000,000,000 layers, and has"):
+        find_model(str(tmp_path / "ckpt.pt"), for_run=True)
