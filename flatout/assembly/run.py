@@ -25,7 +25,7 @@ from flatout.data.store.mix import AnyDataset
 from flatout.display import memory_size
 from flatout.distributed.mesh import Mesh, wrap
 from flatout.distributed.pipeline import Pipeline, completed, stages_of
-from flatout.errors import ConfigError, HardwareError
+from flatout.errors import HardwareError
 from flatout.hardware.machine import Machine
 from flatout.hardware.roofline import Peak
 from flatout.models.language_model import LanguageModel, allocate, model_of, new_model
@@ -233,12 +233,6 @@ def build(
         guard=StepGuard(most=config.train.max_bad_steps, model=core, device=mesh.device),
     )
     run.loader = make_loader(run)
-    if mesh.pipeline > 1 and len(run.loader.shapes) > 1:
-        raise ConfigError(
-            f"parallel.pipeline={mesh.pipeline} needs rows of one length, and this run has the "
-            "speedup length-buckets.",
-            fix="Remove parallel.pipeline.",
-        )
     run.parts.zero_grad(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run

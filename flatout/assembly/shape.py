@@ -69,11 +69,6 @@ def _check_divides(config: RunConfig) -> None:
     parallel, data = config.parallel, config.data
     if parallel.per_row == 1:
         return
-    if parallel.tensor > 1 and config.lora.rank:
-        raise ConfigError(
-            f"parallel.tensor={parallel.tensor} does not support lora.rank={config.lora.rank}.",
-            fix="Remove one of them.",
-        )
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, Ops.plain())
     if parallel.context > 1:

@@ -97,8 +97,13 @@ class RunConfig(Section):
             "Remove one of them.",
         ),
         (
-            lambda run: run.parallel.pipeline > 1 and run.lora.rank,
-            "parallel.pipeline={0.parallel.pipeline} does not support lora.rank={1}.",
+            lambda run: run.batch.by_tokens and (run.parallel.per_row > 1 or run.data.mix),
+            "batch.by_tokens=true excludes data.mix and parallel.tensor, context and pipeline.",
+            "Remove batch.by_tokens, or the other key.",
+        ),
+        (
+            lambda run: run.parallel.tensor * run.parallel.pipeline > 1 and run.lora.rank,
+            "parallel.tensor and parallel.pipeline do not support lora.rank={1}.",
             "Remove one of them.",
         ),
         (

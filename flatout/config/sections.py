@@ -32,7 +32,9 @@ In both texts, {0} is the section and {1} what was found.
 def _split(names: Any) -> Any:
     """Return names as a list: text has commas between them, and none stands for an empty list."""
     if isinstance(names, str):
-        return [name.strip() for name in names.split(",") if name.strip() not in ("", "none")]
+        names = [name.strip() for name in names.split(",")]
+    if isinstance(names, list | tuple):
+        return [name for name in names if name not in ("", "none")]
     return () if names is None else names
 
 

@@ -71,6 +71,11 @@ def listings() -> dict[str, list[str]]:
     return {tool: keys.split() for tool, keys in _document()["listings"].items()}
 
 
+def metadata_rows() -> Any:
+    """Return what a metadata.json may state, by its keys: the rows of words.yaml."""
+    return _document()["metadata"]
+
+
 @cache
 def _by_name(*groups: str) -> dict[str, Word]:
     """Return the words of some groups by name, of all by default. An earlier group wins."""

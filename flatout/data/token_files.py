@@ -5,16 +5,21 @@ Nothing in a file is executed. Files are mapped, so they may be larger than memo
 
 from __future__ import annotations
 
+import json
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 
+from flatout.config.schema import flat
+from flatout.config.words import metadata_rows
 from flatout.data.sources.packed import import_package
 from flatout.errors import DataError, in_shell
-from flatout.storage.files import Array
+from flatout.storage.files import Array, load_torch
 from flatout.storage.json_io import JsonObject, read_object
 from flatout.storage.recognised import (
     CHUNK_NAME,
@@ -34,21 +39,15 @@ DTYPES = ("uint16", "uint32", "uint64", "int16", "int32", "int64", "uint8")
 EXAMPLES = "train.bin, tokens.npy, chunk_000000.pt, data-00000-of-00001.arrow"
 METADATA = "metadata.json"
 """What another tool recorded of its chunks, beside them."""
-STATED = {
-    "chunks": ("num_chunks", "total_chunks", "n_chunks"),
-    "tokens": ("num_tokens", "total_tokens", "n_tokens"),
-    "ids": ("vocab_size", "vocabulary_size"),
-}
-"""Counts that it may state, and their keys."""
 TOKENIZERS = ("tokenizer", "tokenizer_name", "tokenizer_path", "tokenizer_file")
 """Keys under which it may name the tokenizer."""
 COPY = "Copy or write the file again."
+INTEGERS = "Name token ids of an integer type."
 _SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|test)(?=[_.-]|$)")
-_VALIDATION = {"val", "valid", "validation"}
 _LLM_C_BYTES = 1024
 """The header of llm.c: the magic number, the version, the number of tokens, and zeros."""
-_SAMPLED_BYTES = 1 << 16
-"""Bytes that are read at the start, in the middle and at the end to guess the type."""
+_SAMPLED_WORDS = 4096
+"""Words of 8 bytes that are read, at equal distances, to guess the type."""
 _ENOUGH = 8
 """Tokens of a type that a sample must contain to prefer it to a narrower one."""
 _GUESSES = ("uint64", "uint32", "uint16")
@@ -138,9 +137,8 @@ def _found(path: Path, *, is_raw: bool) -> Found:
         files = (entry,) if kind_of(entry) else _chunks(entry) if entry.is_dir() else ()
         match = _SPLIT.search(entry.name.lower())  # the first such word. Else it is training
         word = match[1] if match else "train"
-        split = "val" if word in _VALIDATION else "test" if word == "test" else "train"
         if entry.name[0] != ".":
-            by_split[split] += files
+            by_split["val" if word[0] == "v" else word[:5]] += files
     examples = {str(kind_of(file)): file for files in by_split.values() for file in files}
     if not examples:
         raise _unknown(path)
@@ -214,33 +212,32 @@ def _unknown(path: Path) -> DataError:
 
 
 def read_metadata(folder: Path) -> JsonObject:
-    """Return the metadata.json beside chunks. Empty if there is none.
+    """Return the metadata.json beside chunks, its dtype only if it is one of DTYPES.
 
     Raises: DataError when it is not a JSON object.
     """
     path, fix = folder / METADATA, "Repair it, or move it away: the import does not need it."
-    return read_object(path, fix=fix) if path.exists() else {}
+    stated = read_object(path, fix=fix) if path.exists() else {}
+    dtype = str(stated.get("dtype")).rpartition(".")[2]
+    return stated | {"dtype": dtype if dtype in DTYPES else None}
 
 
-def check_metadata(folder: Path, metadata: JsonObject, counts: dict[str, int]) -> None:
-    """Check counts of chunks, tokens and ids against those that a metadata.json states.
-
-    The number of ids there may be padded.
+def check_metadata(path: Path, stated: JsonObject, found: JsonObject) -> None:
+    """Check what a metadata.json states against the facts that were found.
 
     Raises: DataError.
     """
-    for what, found in counts.items():
-        for key in STATED[what]:
-            stated = metadata.get(key)
-            if isinstance(stated, int) and stated != found and (what != "ids" or stated < found):
-                is_ids = what == "ids"
-                there = f"The tokenizer has {found}" if is_ids else f"There are {found}"
-                raise DataError(
-                    f"{folder / METADATA} has {key} {stated}. {there}.",
-                    fix="Name the tokenizer that made the chunks."
-                    if is_ids
-                    else f"Copy the missing chunks there, or correct {METADATA}.",
-                )
+    stated = flat(stated)
+    for key, row in metadata_rows().items():
+        fact, parts = found.get(row["fact"]), [*map(stated.get, key.split("*"))]
+        if fact is None or not all(isinstance(part, type(fact)) for part in parts):
+            continue
+        value = reduce(operator.mul, parts)
+        if isinstance(value, bool) or not getattr(operator, row["is"])(value, fact):
+            raise DataError(
+                f"{path} has {key} {json.dumps(value)}. {row['there'].format(fact)}",
+                fix=row["fix"],
+            )
 
 
 def read_tokens(path: Path, reading: Reading) -> tuple[Array, str | None]:
@@ -251,13 +248,18 @@ def read_tokens(path: Path, reading: Reading) -> tuple[Array, str | None]:
     Shapes:  returns (T,), integers.
     Raises: DataError when the file is damaged, needs a pickle, or does not contain integers.
     """
-    array, note = _READERS[kind_of(path) or "raw"](path, reading)
+    kind = kind_of(path) or "raw"
+    array, note = _READERS[kind](path, reading), None
     require_tokens(array.dtype, array.shape, str(path))
     if not array.size:
         raise DataError(f"{path} contains no tokens.", fix=COPY)
     if array.ndim > 1:
         rows, columns = array.shape
         note = f"{path.name} has {rows:,} rows of {columns:,} tokens, which follow each other."
+    if kind == "arrow":
+        note = f"The rows of {path.name} follow each other."
+    if kind == "raw" and reading.dtype is None:
+        note = f"{path.name} is read as {array.dtype.name}. --dtype names a different type."
     return array.reshape(-1), note
 
 
@@ -267,9 +269,7 @@ def require_tokens(dtype: np.dtype[np.generic], shape: Sequence[int], where: str
     Raises: DataError.
     """
     if dtype.kind not in "iu":
-        raise DataError(
-            f"{where} contains {dtype}, not integers.", fix="Name token ids of an integer type."
-        )
+        raise DataError(f"{where} contains {dtype}, not integers.", fix=INTEGERS)
     if not 1 <= len(shape) <= 2:
         raise DataError(
             f"{where} has the shape {tuple(shape)}.",
@@ -277,9 +277,10 @@ def require_tokens(dtype: np.dtype[np.generic], shape: Sequence[int], where: str
         )
 
 
-def _numpy(path: Path, _reading: Reading) -> tuple[Array, None]:
+def _numpy(path: Path, _reading: Reading) -> Array:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False), None
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array
     except (ValueError, EOFError, OSError) as error:
         raise DataError(
             f"{path} cannot be read as an array of integers: {error}.",
@@ -287,7 +288,7 @@ def _numpy(path: Path, _reading: Reading) -> tuple[Array, None]:
         ) from error
 
 
-def _llm_c(path: Path, _reading: Reading) -> tuple[Array, None]:
+def _llm_c(path: Path, _reading: Reading) -> Array:
     with path.open("rb") as file:
         head = file.read(_LLM_C_BYTES)
     dtype = np.dtype(LLM_C[head[:4]]).newbyteorder("<")
@@ -298,19 +299,14 @@ def _llm_c(path: Path, _reading: Reading) -> tuple[Array, None]:
             f"{path} states {stated:,} tokens in its header, but contains {max(count, 0):,}.",
             fix=COPY,
         )
-    return np.memmap(path, dtype, "r", offset=_LLM_C_BYTES), None
+    return np.memmap(path, dtype, "r", offset=_LLM_C_BYTES)
 
 
-def _torch(path: Path, reading: Reading) -> tuple[Array, None]:
+def _torch(path: Path, reading: Reading) -> Array:
     import torch
 
     try:
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            found = torch.load(path, map_location="cpu", weights_only=True)  # before torch 1.6
+        found = load_torch(path)
     except Exception as error:  # torch's unpickler raises errors of any kind for a damaged file
         text = str(error).strip().partition("\n")[0].rstrip(".")
         # torch's message about weights_only tells users how to run the file's code
@@ -329,17 +325,14 @@ def _torch(path: Path, reading: Reading) -> tuple[Array, None]:
             f"{path} contains a {type(found).__name__}, not a dense tensor of integers.",
             fix="Write it again: one tensor of integers, saved with torch.save.",
         )
-    is_number = not (found.is_floating_point() or found.is_complex() or found.is_quantized)
-    if not is_number or found.dtype == torch.bool:
-        raise DataError(
-            f"{path} contains {str(found.dtype).removeprefix('torch.')}, not integers.",
-            fix="Name token ids of an integer type.",
-        )
+    kind = str(found.dtype).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):  # numpy lacks some of the others
+        raise DataError(f"{path} contains {kind}, not integers.", fix=INTEGERS)
     tokens: Array = found.numpy()
-    return tokens, None
+    return tokens
 
 
-def _arrow(path: Path, reading: Reading) -> tuple[Array, str]:
+def _arrow(path: Path, reading: Reading) -> Array:
     pyarrow = import_package("pyarrow", str(path), extra="parquet")
     try:
         ipc = import_package("pyarrow.ipc", str(path), extra="parquet")
@@ -349,8 +342,8 @@ def _arrow(path: Path, reading: Reading) -> tuple[Array, str]:
     column = rows[_field(rows.column_names, reading, path)].combine_chunks()
     while "list" in str(column.type):
         column = column.flatten()
-    note = f"{path.name} has {len(rows):,} rows, which follow each other."
-    return column.to_numpy(zero_copy_only=False), note
+    tokens: Array = column.to_numpy(zero_copy_only=False)
+    return tokens
 
 
 def _field(names: Sequence[str], reading: Reading, path: Path) -> str:
@@ -370,7 +363,7 @@ def _field(names: Sequence[str], reading: Reading, path: Path) -> str:
     return str(usual[0])
 
 
-def _raw(path: Path, reading: Reading) -> tuple[Array, str | None]:
+def _raw(path: Path, reading: Reading) -> Array:
     if reading.dtype is not None and reading.dtype not in DTYPES:
         raise DataError(
             f"--dtype {reading.dtype!r} is not a type of tokens.", fix=f"Use {', '.join(DTYPES)}."
@@ -385,8 +378,7 @@ def _raw(path: Path, reading: Reading) -> tuple[Array, str | None]:
             fix="Copy the file again: it is probably truncated. If its tokens have a different "
             f"type, name it: --dtype {' or '.join(DTYPES[:3])}.",
         )
-    note = f"{path.name} is read as {dtype.name}. --dtype names a different type."
-    return np.memmap(path, dtype, "r"), None if reading.dtype else note
+    return np.memmap(path, dtype, "r")
 
 
 def guess_dtype(sample: bytes, vocab_size: int) -> str | None:
@@ -404,18 +396,13 @@ def guess_dtype(sample: bytes, vocab_size: int) -> str | None:
 
 
 def _sample(path: Path) -> bytes:
-    """Return bytes of the start, the middle and the end of a file, whole words of 8 bytes."""
-    size = path.stat().st_size // 8 * 8
-    length = min(size, _SAMPLED_BYTES)
-    with path.open("rb") as file:
-        found = []
-        for start in sorted({0, (size - length) // 16 * 8, size - length}):
-            file.seek(start)
-            found.append(file.read(length))
-    return b"".join(found)
+    """Return words of 8 bytes from all over a file."""
+    count = path.stat().st_size // 8
+    words = np.memmap(path, "<u8", "r", shape=count) if count else np.empty(0)
+    return words[:: count // _SAMPLED_WORDS + 1].tobytes()
 
 
-_READERS: dict[str, Callable[[Path, Reading], tuple[Array, str | None]]] = {
+_READERS: dict[str, Callable[[Path, Reading], Array]] = {
     "numpy": _numpy,
     "llm.c": _llm_c,
     "torch": _torch,

@@ -431,3 +431,23 @@ def _number_of(error: Exception) -> int | None:
     """Return the error number. safetensors and torch state it only in the text of their errors."""
     stated = re.search(r"(?:os error |\()(\d+)\)", str(error))
     return getattr(error, "errno", None) or (int(stated[1]) if stated else None)
+
+
+def load_torch(path: Path) -> Any:
+    """Return what a file of torch.save contains, on the CPU, without executing anything in it.
+
+    Since torch 1.6, it is mapped.
+
+    Raises: EOFError when it is empty or truncated; pickle.UnpicklingError when it contains code;
+            any error of torch when it is damaged otherwise.
+    """
+    import zipfile  # with five compressors, which most commands do not need
+
+    import torch
+
+    with path.open("rb") as file:
+        start = file.read(2)
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and start in (b"", b"PK"):
+        raise EOFError("the file is empty or truncated")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)

@@ -74,14 +74,14 @@ def read_json(path: Path, *, kind: type[UsageError] = CheckpointError, fix: str 
         raise kind(f"{path} is damaged: it is not JSON.", fix=fix) from error
 
 
-def read_object(path: Path, *, fix: str) -> JsonObject:
+def read_object(path: Path, *, kind: type[UsageError] = DataError, fix: str) -> JsonObject:
     """Return the JSON object in `path`.
 
-    Raises: DataError naming the file when it is missing or is not an object.
+    Raises: `kind` naming the file when it is missing or is not an object.
     """
-    document = read_json(path, kind=DataError, fix=fix)
+    document = read_json(path, kind=kind, fix=fix)
     if not isinstance(document, dict):
-        raise DataError(f"{path} is not a JSON object.", fix=fix)
+        raise kind(f"{path} is not a JSON object.", fix=fix)
     return document
 
 

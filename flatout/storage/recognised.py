@@ -17,6 +17,8 @@ from flatout.errors import ConfigError, UsageError, in_shell
 
 CHUNK_NAME = re.compile(r"chunk_(\d+)\.pt")
 """Name of a token file that `flatout import` reads."""
+SAVED_NAME = re.compile(r"checkpoint[-_](\d+)")
+"""Name of a directory that the Trainer of transformers and accelerate save."""
 HEAD_BYTES = 4096
 """Bytes of a file that are read to recognise it."""
 MOST_ENTRIES = 1000
@@ -46,8 +48,7 @@ ADDRESS_FIX = (
     "Give a local path: `flatout pull URL DIR` fetches a directory from a store, and `flatout push "
     "DIR URL` sends one."
 )
-NAMED = " --tokenizer FILE"
-"""Names the tokenizer that made tokens."""
+IF_TOKENS = "If it contains tokens, import it"
 TORCH_FILE = "a PyTorch file"
 """Name of a file that torch.save wrote."""
 _GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."
@@ -219,13 +220,15 @@ def _folder(path: Path) -> Found | None:
     if (found := _to_convert(path)) is not None:
         return found
     with os.scandir(path) as entries:
-        files = [
-            path / entry.name
-            for entry in islice(entries, MOST_ENTRIES)
-            if entry.is_file() and not entry.name.startswith(".")
-        ]
+        there = [one for one in islice(entries, MOST_ENTRIES) if not one.name.startswith(".")]
+    files = [path / entry.name for entry in there if entry.is_file()]
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
-        return "a directory of token chunks", _import_it(path)
+        return "a directory of token chunks", import_it(path)
+    saved = [(int(match[1]), match[0]) for e in there if (match := SAVED_NAME.fullmatch(e.name))]
+    if saved:
+        newest = in_shell(path / max(saved)[1])
+        fix = f"Start a run from the newest: train.init_from={newest}."
+        return "a directory with checkpoints of another tool", fix
     if any(file.name.endswith(".ends.bin") for file in files):
         return None  # an incomplete dataset
     suffixes = {file: file.suffix.lower() for file in files}
@@ -243,17 +246,20 @@ def _file(path: Path) -> Found | None:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     suffix, folder = path.suffix.lower(), path.parent
+    if not head and suffix in _TORCH_SUFFIXES | _WEIGHT_SUFFIXES:
+        return "an empty file", "Copy or write it again."
     if suffix in _TORCH_SUFFIXES | _WEIGHT_SUFFIXES and (found := _to_convert(folder)):
         return found
     if CHUNK_NAME.fullmatch(path.name):
-        return "a chunk of tokens", _import_it(folder)
+        return "a chunk of tokens", import_it(folder)
     kind = kind_of(folder)
     if kind == "dataset" and suffix == ".bin":
         return f"a file of the prepared dataset {folder}", _TRAIN_ON_IT.format(in_shell(folder))
-    if head.startswith(b"PK\x03\x04"):
-        return _archive(path)
-    if head.startswith(LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
-        return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
+    if suffix == ".npz":
+        return "a NumPy archive", _BY_HAND
+    is_zip = head.startswith(b"PK\x03\x04") and suffix == ".bin"
+    if is_zip or head.startswith(LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
+        return TORCH_FILE, f"{_start_from(path)} {import_it(path, IF_TOKENS)}"
     if kind == "checkpoint":
         fix = f"Name the checkpoint: train.init_from={in_shell(folder)}."
         return f"a file of the checkpoint {folder}", fix
@@ -262,63 +268,34 @@ def _file(path: Path) -> Found | None:
     if head[8:10] == b'{"' and suffix == ".safetensors":
         return "a file of model weights", _start_from(path)
     if head.startswith(b"\x93NUMPY"):
-        return "a NumPy array", _if_tokens(path)
+        return "a NumPy array", import_it(path, IF_TOKENS)
     if head.startswith(_MEGATRON):
         return "the index of a Megatron dataset", _BY_HAND
     if suffix == ".bin":
         if path.with_suffix(".idx").is_file():
             return "the data of a Megatron dataset", _BY_HAND
         if head[:4] in LLM_C:
-            return "a file of tokens in llm.c's format", _import_it(path)
+            return "a file of tokens in llm.c's format", import_it(path)
         if not is_text(head):
-            return "a binary file", _if_tokens(path)
+            return "a binary file", import_it(path, IF_TOKENS)
     return None
-
-
-def _archive(path: Path) -> Found | None:
-    """Return what a zip file is. Torch and NumPy both write them."""
-    import zipfile  # and five compressors, which `flatout --help` does not need
-
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-        is_torch = any(name.endswith("/data.pkl") for name in names)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        names, is_torch = [], path.suffix.lower() in _TORCH_SUFFIXES
-    if is_torch:
-        return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
-    is_numpy = any(name.endswith(".npy") for name in names)
-    return ("a NumPy archive", _BY_HAND) if is_numpy else None
 
 
 def _start_from(path: Path) -> str:
     return f"If it contains weights, start a run from them: train.init_from={in_shell(path)}."
 
 
-def _import_it(path: Path) -> str:
-    command = _import_command(path)
-    if _has(path, "metadata.json"):
-        return (
-            f"Import it: `{command.removesuffix(NAMED)}`, with{NAMED} if metadata.json names none."
-        )
-    return f"Import it: `{command}`, where FILE is the tokenizer that made the tokens."
-
-
-def _if_tokens(path: Path) -> str:
-    """Return how to import a file, if it contains tokens; nanoGPT's two files as a directory."""
-    is_one_of_two = path.name in ("train.bin", "val.bin") and _has(
-        path.parent, "train.bin", "val.bin"
-    )
-    command = _import_command(path.parent if is_one_of_two else path)
-    return (
-        f"If it contains tokens, import it: `{command}`, where FILE is the tokenizer that "
-        "made them."
-    )
-
-
-def _import_command(path: Path) -> str:
+def import_it(path: Path, start: str = "Import it") -> str:
+    """Return a sentence with the command that imports tokens; nanoGPT's files as a directory."""
+    if path.name in ("train.bin", "val.bin") and _has(path.parent, "train.bin", "val.bin"):
+        path = path.parent
     out = in_shell(f"data/{path.absolute().name.partition('.')[0]}")
-    return f"flatout import {in_shell(path)} --out {out}{NAMED}"
+    command = f"flatout import {in_shell(path)} --out {out}"
+    if _has(path if path.is_dir() else path.parent, "metadata.json"):
+        return f"{start}: `{command}`, with --tokenizer FILE if metadata.json names none."
+    return (
+        f"{start}: `{command} --tokenizer FILE`, where FILE is the tokenizer that made the tokens."
+    )
 
 
 def is_text(head: bytes) -> bool:

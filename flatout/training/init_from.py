@@ -133,7 +133,7 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     if source is not None:
         load = partial(load_initial_weights, run.core, source, progress)
         together(mesh, load, READING)
-        if checkpoint is None and run.base is None and is_foreign(str(source)):
+        if checkpoint is None and is_foreign(str(source)):
             together(mesh, partial(load_moments, run, source, progress), READING)
 
 
@@ -145,13 +145,14 @@ def load_moments(run: Run, source: Path, progress: Progress) -> None:
     if found is None:
         return
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    kept = {kept_by(optimizer, parameter) for parameter in own}
-    if not found or kept != {FP32} or run.mesh.device_mesh is not None:
-        progress.say(
-            f"The optimizer's moments start at zero: those of {source} are not AdamW's of these "
-            "parameters in a known order, or this run shards its weights or does not use AdamW in "
-            "fp32."
-        )
+    if run.base is not None:
+        found = "are of whole weights, and this run trains adapters"
+    elif run.mesh.device_mesh is not None:
+        found = "are whole, and this run shards its weights"
+    elif {kept_by(optimizer, parameter) for parameter in own} != {FP32}:
+        found = "are AdamW's in fp32, and this run's optimizer keeps others"
+    if isinstance(found, str):
+        progress.say(f"The optimizer's moments start at zero: those of {source} {found}.")
         return
     state = dict(enumerate(found[names[parameter]] for parameter in own))
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

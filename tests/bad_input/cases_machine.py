@@ -43,7 +43,7 @@ a pipeline with an odd number of micro-batches
     multiple of parallel.pipeline=2 | has 3 -> batch.accumulate=4
 a pipeline with LoRA
     {PIPELINE} batch.rows_per_device=2 lora.rank=2 train.init_from=runs/first
-    parallel.pipeline=2 | lora.rank=2 -> Remove one
+    parallel.pipeline | lora.rank=2 -> Remove one
 a pipeline in host memory
     {PIPELINE} parallel.offload=cpu
     parallel.pipeline=2 | parallel.offload=cpu -> Remove one

@@ -24,6 +24,12 @@ def model(world: World, **changes: object) -> pathlib.Path:
     return write_model(world.path / "theirs", MODEL | changes, foreign_weights(MODEL | size))
 
 
+def write_config(folder: pathlib.Path, **changes: object) -> None:
+    """Change a model's config.json alone."""
+    document = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(document))
+
+
 def only_config(world: World) -> None:
     (model(world) / "model.safetensors").unlink()
 
@@ -64,6 +70,21 @@ def one_shard(world: World) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def torch_file(world: World, share: float) -> None:
+    """Write the first bytes of a file of torch.save."""
+    unnamed(world)
+    path = world.path / "best_model.pt"
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def trainers(world: World) -> None:
+    """Write what the Trainer of transformers saves."""
+    model(world)
+    (world.path / "out").mkdir()
+    (world.path / "theirs").rename(world.path / "out/checkpoint-1000")
+    (world.path / "out/checkpoint-500").mkdir()
 
 
 def unnamed(world: World) -> None:
@@ -196,6 +217,34 @@ CASES = [
         lambda w: model(w, quantization_config={"bits": 4}),
     ),
     Case(
+        "a model whose configuration is larger than its tensors",
+        LINE,
+        ("theirs states a model of at least 32,000,0", "parameters, and its tensors have"),
+        ("Restore its files",),
+        lambda w: write_config(model(w), num_hidden_layers=10**9),
+    ),
+    Case(
+        "a directory of the Trainer as train.init_from",
+        "train my.yaml train.init_from=out",
+        ("out is a directory with checkpoints of another tool",),
+        ("train.init_from=out/checkpoint-1000",),
+        trainers,
+    ),
+    Case(
+        "an empty file as train.init_from",
+        "train bare.yaml train.init_from=best_model.pt",
+        ("best_model.pt is an empty file",),
+        ("Copy or write it again",),
+        lambda w: torch_file(w, 0),
+    ),
+    Case(
+        "a truncated file as train.init_from",
+        "train bare.yaml train.init_from=best_model.pt",
+        ("Cannot read the weights of best_model.pt: the file is empty or truncated",),
+        ("Get the file again",),
+        lambda w: torch_file(w, 0.6),
+    ),
+    Case(
         "a recipe with a different shape than the model",
         "train my.yaml train.init_from=theirs",
         ("model.d_model is 16 here and 32 there",),
@@ -206,7 +255,7 @@ CASES = [
         "a damaged config.json of a model",
         LINE,
         ("config.json is damaged",),
-        ("Restore it",),
+        ("Restore config.json",),
         lambda w: (model(w) / "config.json").write_text("{"),
     ),
     Case(

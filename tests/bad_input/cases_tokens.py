@@ -2,9 +2,10 @@
 
 import json
 
-from case import World, case, run_command, written
+from case import World, case, nothing, run_command, written
 
 NEW = "--out data/new --tokenizer byte"
+MIX = "'data.mix={data/book: 3, data/more: 1}'"
 IMPORT = "import chunks --out data/new --tokenizer byte"
 
 
@@ -252,10 +253,20 @@ CASES = [
         "fewer chunks than metadata.json states",
         IMPORT,
         ("metadata.json", "num_chunks 2", "1"),
-        "Copy the missing chunks",
+        "Copy the missing files",
         lambda w: (
             tensor(w, [1, 2, 256]),
             w.write("chunks/metadata.json", json.dumps({"num_chunks": 2})),
+        ),
+    ),
+    case(
+        "metadata.json that states a different type of tokens",
+        IMPORT,
+        ("metadata.json", 'dtype "uint16"', "int64"),
+        "Correct metadata.json",
+        lambda w: (
+            tensor(w, [1, 2, 256]),
+            w.write("chunks/metadata.json", json.dumps({"dtype": "uint16"})),
         ),
     ),
     case(
@@ -299,6 +310,16 @@ CASES = [
         "train my.yaml batch.by_tokens=true",
         ("batch.by_tokens", "length-buckets"),
         "speedups=auto,-compile,+length-buckets",
+    ),
+    *(
+        case(
+            f"micro-batches by tokens with {key}",
+            f"train my.yaml batch.by_tokens=true speedups=auto,+length-buckets {key}",
+            "batch.by_tokens=true excludes data.mix and parallel.tensor, context and pipeline",
+            "Remove batch.by_tokens, or the other key",
+            second_dataset if key == MIX else nothing,
+        )
+        for key in ("parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2", MIX)
     ),
     case(
         "micro-batches by tokens in a compiled model",

@@ -239,6 +239,12 @@ def test_loggers_are_a_list_or_words(text, wanted):
     assert load_config(None, [f"log.to={text}"]).log.to == wanted
 
 
+@pytest.mark.parametrize("text", ["none", "[none]", "[]", "null"])
+def test_none_in_yaml_means_no_logger(tmp_path, text):
+    (tmp_path / "my.yaml").write_text(f"log: {{to: {text}}}\n")
+    assert load_config(tmp_path / "my.yaml").log.to == ()
+
+
 def test_an_observer_is_a_reference():
     config = load_config(None, ["log.observers=mine:Observer, mine:Other"])
     assert config.log.observers == ("mine:Observer", "mine:Other")

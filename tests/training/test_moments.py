@@ -154,20 +154,24 @@ def with_moment(model, key, value):
     return state
 
 
+UNKNOWN, BAD = "are not of these parameters in a known order", "are not finite, or negative"
 OTHERS = {
-    "another optimizer": of_sgd,
-    "one parameter less": lambda weights, order: optimizer_of(weights, order[:-1]),
-    "another order": lambda weights, order: optimizer_of(weights, order[::-1]),
-    "a value that is not finite": lambda *one: with_moment(one, "exp_avg", float("nan")),
-    "a negative square": lambda *one: with_moment(one, "exp_avg_sq", -1.0),
-    "code": lambda *_: {"state": Code()},
+    "another optimizer": (of_sgd, "are not AdamW's of every parameter"),
+    "one parameter less": (lambda weights, order: optimizer_of(weights, order[:-1]), UNKNOWN),
+    "another order": (lambda weights, order: optimizer_of(weights, order[::-1]), UNKNOWN),
+    "a value that is not finite": (lambda *one: with_moment(one, "exp_avg", float("nan")), BAD),
+    "a negative square": (lambda *one: with_moment(one, "exp_avg_sq", -1.0), BAD),
+    "a negative step": (lambda *one: with_moment(one, "step", -3.0), BAD),
+    "an infinite step": (lambda *one: with_moment(one, "step", float("inf")), BAD),
+    "code": (lambda *_: {"state": Code()}, "cannot be read: "),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_other_states_are_reported_and_moments_start_at_zero(tmp_path, started, capsys, what):
-    run, said = started(write_gpt2(tmp_path, OTHERS[what]))
-    assert "The optimizer's moments start at zero: those of" in said
+    optimizer, why = OTHERS[what]
+    run, said = started(write_gpt2(tmp_path, optimizer))
+    assert f"The optimizer's moments start at zero: those of {tmp_path} {why}" in said
     assert "run" not in capsys.readouterr().out.split()
     assert not run.optimizers[0].state
 
@@ -190,7 +194,14 @@ def test_biases_that_transformers_has_before_the_norms_are_not_confused_with_the
 
 def test_an_optimizer_without_such_moments_is_reported(tmp_path, started):
     _, said = started(write_gpt2(tmp_path, optimizer_of), optim__kind="muon")
-    assert "start at zero" in said
+    assert "are AdamW's in fp32, and this run's optimizer keeps others" in said
+
+
+def test_adapters_do_not_take_the_moments_of_whole_weights(tmp_path, started):
+    run, said = started(write_gpt2(tmp_path, optimizer_of), lora__rank=2)
+    assert "start at zero: those of" in said
+    assert said.endswith("are of whole weights, and this run trains adapters.")
+    assert not run.optimizers[0].state
 
 
 def test_a_model_without_an_optimizer_says_nothing_of_it(tmp_path, started):
@@ -199,7 +210,7 @@ def test_a_model_without_an_optimizer_says_nothing_of_it(tmp_path, started):
     assert not run.optimizers[0].state
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", [True, "optimizer_state_dict", "optim"])
 def test_the_moments_of_a_module_of_ones_own_continue(tmp_path, monkeypatch, started, beside):
     """accelerate saves model.safetensors and optimizer.bin, other loops one file."""
     (tmp_path / "own_moments.py").write_text(
@@ -224,12 +235,13 @@ def test_the_moments_of_a_module_of_ones_own_continue(tmp_path, monkeypatch, sta
     optimizer = optimizer_of(weights, [*shapes], groups=1)
     folder = tmp_path / "theirs"
     folder.mkdir()
-    if beside:
+    if beside is True:
         torch.save(weights, folder / "pytorch_model.bin")
         torch.save(optimizer, folder / "optimizer.bin")
     else:
-        whole = {"model_state_dict": weights, "optimizer_state_dict": optimizer, "epoch": 3}
+        whole = {"model_state_dict": weights, beside: optimizer, "epoch": 3}
         torch.save(whole, folder / "last.pt")
-    run, said = started(folder if beside else folder / "last.pt", model__kind="own_moments:MODEL")
+    path = folder if beside is True else folder / "last.pt"
+    run, said = started(path, model__kind="own_moments:MODEL")
     assert "AdamW continues" in said
     require_moments(run)

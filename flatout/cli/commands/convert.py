@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any, Literal
@@ -21,11 +23,12 @@ from flatout.config.schema import (
 )
 from flatout.config.signature import Argument, Option, checked
 from flatout.config.words import is_off, listings, value_for, values_of, word_for
+from flatout.data.token_files import find_tokens
 from flatout.display import Display, Show, table_of
-from flatout.errors import ConfigError, OutputInUse, UsageError
+from flatout.errors import ConfigError, DataError, OutputInUse, UsageError
 from flatout.storage.files import Stored, expanded, write_text, writing
 from flatout.storage.json_io import JsonObject, Result
-from flatout.storage.recognised import recognise, require_recipe_path
+from flatout.storage.recognised import import_it, recognise, require_recipe_path
 
 SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
@@ -126,7 +129,7 @@ def convert_config(
         )
     if target.exists():
         raise OutputInUse(f"{target} exists.", fix="Choose a different file with --out FILE.")
-    values, items = translate(read_document(source))
+    values, items = translate(read_document(source), source.parent)
     if not values:
         raise ConfigError(
             f"{source} has no key with a counterpart in flatout.",
@@ -140,11 +143,19 @@ def convert_config(
     return ConvertResult(path=str(target), items=items)
 
 
-def translate(document: JsonObject) -> tuple[JsonObject, list[Item]]:
+def _data_note(path: Path) -> str | None:
+    """Return what to do with data that is here, if it is known."""
+    with suppress(DataError):
+        find_tokens(path)
+        return import_it(path)
+    return known.fix if (known := recognise(path)) else None
+
+
+def translate(document: JsonObject, folder: Path) -> tuple[JsonObject, list[Item]]:
     """Return the values of flatout by dotted key, and what became of each key of a config.
 
-    A value that is off gives way to another key, epochs to steps, as in other tools. A key that
-    needs another one is tried again.
+    Paths of data may be relative to `folder`. A value that is off gives way to another key, epochs
+    to steps, as in other tools. A key that needs another one is tried again.
     """
     values: JsonObject = {}
     items: dict[str, Item] = {}
@@ -155,7 +166,7 @@ def translate(document: JsonObject) -> tuple[JsonObject, list[Item]]:
     )
     for key in [*order, *order]:
         if key not in items or items[key].outcome == "by_hand":
-            items[key] = _translated(key, leaves[key], values)
+            items[key] = _translated(key, leaves[key], values, folder)
     return values, [items[key] for key in leaves]
 
 
@@ -187,7 +198,7 @@ def _described(key: str, value: Any = None) -> Item:
     )
 
 
-def _translated(key: str, value: Any, values: JsonObject) -> Item:
+def _translated(key: str, value: Any, values: JsonObject, folder: Path) -> Item:
     """Return what became of a key, and add to `values` what it states in flatout."""
     word, item = word_for(key), _described(key, value)
 
@@ -204,8 +215,9 @@ def _translated(key: str, value: Any, values: JsonObject) -> Item:
         return but("unnecessary", default if value is True else "It is off.")
     if not word.key:
         return item
-    if word.key == "data.path" and (known := recognise(Path(str(value)))):
-        return but("by_hand", known.fix)
+    here = next(filter(os.path.exists, (Path(str(value)), folder / str(value))), None)
+    if word.key == "data.path" and here and (note := _data_note(here)):
+        return but("by_hand", note)
     if written:
         stated = parse_overrides(written.split(), RunConfig)
     else:

@@ -10,7 +10,6 @@ from flatout.cli.commands.prepare import Out, PrepareResult, result_of
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.prepare.import_tokens import Documents, ImportOptions, import_tokens
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import expanded
 from flatout.storage.recognised import require_local
 
 TokenFiles = Annotated[
@@ -41,8 +40,8 @@ Validation = Annotated[Path | str | None, Option("Token files for validation.")]
 Dtype = Annotated[
     str | None,
     Option(
-        "The type of tokens in files without a header, such as uint16 (default: guessed). With it, "
-        "a file of any name may be one."
+        "The type of tokens in files without a header, such as uint16 (default: as a metadata.json "
+        "states it, or guessed). With it, a file of any name may be one."
     ),
 ]
 FieldName = Annotated[
@@ -74,18 +73,17 @@ def import_chunks(
     Raises: DataError naming the file that is missing or unusable.
     """
     require_local(out, "--out ")
-    out = expanded(out)
     options = ImportOptions(
         tokenizer=None if tokenizer is None else str(tokenizer),
         pattern=pattern,
         end_of_text=end_of_text,
         documents=documents,
         split=split,
-        val=None if val is None else expanded(val),
+        val=Path(val) if val else None,
         dtype=dtype,
         field=field,
     )
-    return result_of(import_tokens(expanded(tokens), out, options, progress=progress))
+    return result_of(import_tokens(Path(tokens), Path(out), options, progress=progress))
 
 
 COMMAND = Command(

@@ -180,8 +180,7 @@ def import_tokens(
             f"Tokens cannot be split by {options.split!r}: `hash` needs a document's text.",
             fix="Set --split 'tail 0.1'.",
         )
-    is_raw = options.dtype is not None
-    found = find_tokens(path, options.val and expanded(options.val), is_raw=is_raw)
+    found = find_tokens(path, options.val and expanded(options.val), is_raw=bool(options.dtype))
     if found.val and options.split is not None:
         raise DataError(
             f"There are validation tokens, {found.val[0]}, but --split {options.split!r} "
@@ -191,7 +190,7 @@ def import_tokens(
     folder = path if (path / METADATA).is_file() else found.files[0].parent
     metadata = read_metadata(folder)
     known = _tokenizer(path, options, metadata, progress)
-    reading = Reading(known.vocab_size, options.dtype, options.field)
+    reading = Reading(known.vocab_size, options.dtype or metadata["dtype"], options.field)
     before = _stats(found.files)
     source: JsonObject = {
         "names": [str(path)],
@@ -199,7 +198,7 @@ def import_tokens(
         "fingerprint": _fingerprint(found.train, before),
         "val": [str(file) for file in found.val] or None,
         "val_fingerprint": _fingerprint(found.val, before) if found.val else None,
-        "dtype": options.dtype,
+        "dtype": reading.dtype,
         "field": options.field,
         "tokenizer": known.digest(),
         "documents": options.documents,
@@ -210,29 +209,31 @@ def import_tokens(
     if manifest is None:
         opened = {file: read_tokens(file, reading) for file in found.files}
         sizes = {file: len(tokens) for file, (tokens, _) in opened.items()}
-        notes = dict.fromkeys(note for _, note in opened.values() if note)
-        del opened
-        counts = {"chunks": len(sizes), "ids": known.vocab_size, "tokens": sum(sizes.values())}
-        check_metadata(folder, metadata, counts)
-        for note in notes:
+        dtype = opened[found.files[0]][0].dtype.name
+        facts: JsonObject = {"ids": known.vocab_size, "dtype": dtype}
+        total, train = sum(sizes.values()), sum(sizes[file] for file in found.train)
+        if folder == path and not (found.left_out or options.val):  # totals are of all files there
+            facts |= {"files": len(sizes), "tokens": total, "train": train, "val": total - train}
+        check_metadata(folder / METADATA, metadata, facts)
+        for note in dict.fromkeys(note for _, note in opened.values() if note):
             progress.say(note)
+        del opened
         if found.left_out:
             progress.say(f"Not read: {', '.join(found.left_out[:3])}, for tests.")
-        cut = int(sum(sizes[file] for file in found.train) * (1 if found.val else 1 - fraction))
+        cut = int(train * (1 if found.val else 1 - fraction))
 
         def pieces() -> Iterator[_Piece]:
             done = 0
             for file in found.files:
                 tokens, _ = read_tokens(file, reading)
-                size = len(tokens)
-                inside = min(max(cut - done, 0), size)
-                done += size
-                yield _Piece("train", tokens[:inside], str(file), ends=inside == size)
+                inside = min(max(cut - done, 0), len(tokens))
+                done += len(tokens)
+                yield _Piece("train", tokens[:inside], str(file), ends=inside == len(tokens))
                 yield _Piece("val", tokens[inside:], str(file), inside)
 
         with DatasetWriter(out, known) as writer:
             written = _Written(writer, known, options.documents)
-            with progress.task("Importing tokens", total=counts["tokens"], unit="tokens") as task:
+            with progress.task("Importing tokens", total=total, unit="tokens") as task:
                 written.write(pieces(), task)
             _require_both(writer, f"{path} contains", "Set --split 'tail 0.5', or import more.")
             if options.documents == "end-of-text" and not written.num_ends:
@@ -246,8 +247,7 @@ def import_tokens(
                     f"{path}: a token file was changed during the import.",
                     fix="Run the same command again once nothing writes there.",
                 )
-            rule = NAMED if found.val else f"tail {fraction:g}"
-            manifest = writer.finish(source=source, split_rule=rule)
+            manifest = writer.finish(source=source, split_rule=source["split"])
     return Prepared(out, time.perf_counter() - started, manifest, existed)
 
 
@@ -394,7 +394,7 @@ class _Written:
             )
 
 
-def _stats(files: Sequence[Path]) -> dict[Path, tuple[int, int, int, int]]:
+def _stats(files: Sequence[Path]) -> dict[Path, tuple[int, ...]]:
     """Return each file's size, mtime, ctime and inode: a rewrite changes at least one."""
     return {
         file: (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
@@ -402,7 +402,7 @@ def _stats(files: Sequence[Path]) -> dict[Path, tuple[int, int, int, int]]:
     }
 
 
-def _fingerprint(files: Sequence[Path], stats: dict[Path, tuple[int, int, int, int]]) -> str:
+def _fingerprint(files: Sequence[Path], stats: dict[Path, tuple[int, ...]]) -> str:
     """Return a digest of the names, sizes and modification times of some files."""
     digest = hashlib.sha256()
     for file in files:

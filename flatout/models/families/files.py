@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flatout.errors import CheckpointError, ConfigError, in_shell
+from flatout.storage.files import load_torch
 from flatout.storage.json_io import JsonObject, read_json
 
 SAFETENSORS = ".safetensors"
@@ -41,7 +42,7 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which training tools save the weights, beside other state."""
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 """The names under which the Trainer of transformers and accelerate save an optimizer."""
-OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states")
+OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
 """Keys under which training tools save it beside the weights, in one file."""
 GET_AGAIN = "Get the file again from where it was published."
 
@@ -159,25 +160,19 @@ def optimizer_state(path: Path, others: JsonObject) -> Any:
 
     `others` are the other values of the file with the weights.
 
-    Raises: as `load_torch`.
+    Raises: as `load_safely`.
     """
     files = filter(Path.is_file, (path / name for name in OPTIMIZER_FILES))
-    return next(filter(None, (*map(others.get, OPTIMIZERS), *map(load_torch, files))), None)
+    return next(filter(None, (*map(others.get, OPTIMIZERS), *map(load_safely, files))), None)
 
 
-def load_torch(file: Path) -> Any:
-    """Return what a file of torch.save contains, mapped where possible.
+def load_safely(file: Path) -> Any:
+    """Return what a file of torch.save contains.
 
     Raises: CheckpointError when it contains pickled code; errors of torch when it is damaged.
     """
-    load = partial(torch.load, file, map_location="cpu", weights_only=True)
     try:
-        try:
-            return load(mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return load()  # the format before torch 1.6
+        return load_torch(file)
     except pickle.UnpicklingError as error:
         safe = in_shell(file.with_suffix(SAFETENSORS).name)
         raise CheckpointError(
@@ -189,7 +184,7 @@ def load_torch(file: Path) -> Any:
 
 def _open_torch(file: Path, found: TensorFiles) -> None:
     """Add the tensors of a file of torch.save, and its other values."""
-    document = load_torch(file)
+    document = load_safely(file)
     if not isinstance(document, Mapping):
         document = {}
     weights = next(

@@ -87,7 +87,7 @@ def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
     Raises: ConfigError when some layers have a window, biases or positions and others do not.
     """
     kind, count = document["model_type"], keys["num_layers"]
-    require(document, "no_rope_layers", [], [1] * count)
+    require(document, "no_rope_layers", [], [1] * len(document.get("no_rope_layers") or ()))
     biases = {bool(document.get("attention_bias")), bool(document.get("mlp_bias"))}
     if len(biases) > 1:
         raise ConfigError(
@@ -99,9 +99,8 @@ def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
     if kind == "llama" or (is_qwen and not document.get("use_sliding_window")):
         size = None
     first = int(document.get("max_window_layers", FULL_LAYERS)) if is_qwen else 0
-    types = document.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(count)
-    ]
+    usual = ["sliding_attention"] * (first < count) + ["full_attention"] * (first > 0)
+    types = document.get("layer_types") or usual
     if size is not None and len({*types}) > 1:
         raise ConfigError(
             "Some layers of the base model have an attention window and others do not.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,15 +23,16 @@ from flatout.models.families.files import (
     plain_name,
 )
 from flatout.models.families.hub import CONFIG, PREFIX, model_folder
-from flatout.models.families.table import OTHER_MODEL, SAME, Architecture, TensorMap
+from flatout.models.families.table import OTHER_MODEL, SAME, Architecture, Shapes, TensorMap
 from flatout.models.language_model import LanguageModel
 from flatout.progress import SILENT, Progress
-from flatout.storage.json_io import JsonObject, read_json
+from flatout.storage.json_io import JsonObject, read_object
 from flatout.storage.recognised import ADAPTER, LITGPT, TORCH_FILE, kind_of, recognise
 from flatout.storage.streams import shortened
 
 CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""
+RESTORE = "Restore config.json from the model's repository."
 MOST_NAMED = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The fields of AdamW's state with the shape of a parameter."""
@@ -87,23 +89,15 @@ def find_model(
     config = (path if path.is_dir() else path.parent) / CONFIG
     families = [ARCHITECTURES.get(name) for name in ARCHITECTURES.names()]
     is_configured = config.is_file() and (path.is_dir() or path.suffix in CONFIGURED)
-    document = read_json(config) if is_configured else {}
-    if isinstance(document, dict) and not {"model_type", "architectures"} & document.keys():
+    document = read_object(config, kind=CheckpointError, fix=RESTORE) if is_configured else {}
+    if not {"model_type", "architectures"} & document.keys():
         files = open_tensors(path)
         for family in families:
             if (keys := family.recognise(files.shapes, files.others)) is not None:
-                if keys["num_layers"] > len(files.shapes):
-                    raise ConfigError(
-                        f"{path} states {keys['num_layers']:,} layers, and has "
-                        f"{len(files.shapes):,} tensors.",
-                        fix="Restore the file.",
-                    )
-                return ForeignModel(path, family, keys)
+                return ForeignModel(path, family, _possible(keys, path, files.shapes))
         if for_run:
             return ForeignModel(path, None, {})
         raise _unknown(path, files.shapes)
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{config} is not a mapping.", fix="Restore it from the repository.")
     kind = document.get("model_type")
     if "auto_map" in document and kind != MODEL_TYPE:
         raise ConfigError(
@@ -126,12 +120,31 @@ def find_model(
             named += "which flatout does not read"
         raise ConfigError(f"The base model {named}.", fix=OTHER_MODEL)
     try:
-        return ForeignModel(path, family, family.keys(document))
+        keys = family.keys(document)
+        if whole or not init_from.startswith(PREFIX):
+            _possible(keys, path, open_tensors(path).shapes)
+        return ForeignModel(path, family, keys)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{config} has a value of the wrong type or size: {error}.",
-            fix="Restore config.json from the model's repository.",
+            fix=RESTORE,
         ) from error
+
+
+def _possible(keys: JsonObject, path: Path, shapes: Shapes) -> JsonObject:
+    """Return `model.` keys, after checking that a model of their size can have these tensors.
+
+    Raises: ConfigError: the model is not built.
+    """
+    rows = keys["num_layers"] + keys["vocab_size"] + (keys.get("d_ff") or 0)
+    least, there = keys["d_model"] * rows, sum(map(math.prod, shapes.values()))
+    if least > there:
+        raise ConfigError(
+            f"{path} states a model of at least {least:,} parameters, and its tensors have "
+            f"{there:,}.",
+            fix="Restore its files.",
+        )
+    return keys
 
 
 def _unknown(path: Path, shapes: Collection[str], problem: str = "") -> CheckpointError:
@@ -197,31 +210,40 @@ class ForeignWeights:
                 )
         return one.join(parts)
 
-    def moments(self, names: Iterable[str]) -> dict[str, JsonObject] | None:
+    def moments(self, names: Iterable[str]) -> dict[str, JsonObject] | str | None:
         """Return AdamW's state of the parameters of flatout's model, by `names` in its order.
 
         An optimizer numbers parameters in the order of their model, with matrices before vectors if
         it has two groups.
 
-        Returns: None without an optimizer. Empty if its state may belong to other parameters.
+        Returns: None without an optimizer. If its state cannot be taken, the end of a sentence that
+                 says why.
         """
         shapes = self._files.shapes
         try:
             state = optimizer_state(self.path, self._files.others)
             if state is None:
                 return None
+            groups = state["param_groups"]
+            kept = [state["state"][number] for group in groups for number in group["params"]]
             parts = {name: [*map(self._stored, self._maps[name].foreign)] for name in names}
-            order, groups = [*chain(*parts.values())], state["param_groups"]
+            order = [*chain(*parts.values())]
             if len(groups) == 2:
                 order.sort(key=lambda part: len(shapes[part]) < 2)
-            numbers = chain(*(group["params"] for group in groups))
-            found = dict(zip(order, map(state["state"].__getitem__, numbers), strict=True))
-            moments = [(found[part][key], shapes[part]) for part in order for key in MOMENTS]
-            fit = all(each.shape == shape and each.isfinite().all() for each, shape in moments)
-            fit &= all(found[part]["exp_avg_sq"].min() >= 0 for part in order)
-            # transformers has the biases of queries before the norms
-            if not fit or len(groups) > 2 or any("q_proj.bias" in part for part in order):
-                return {}
+            found = dict(zip(order, kept, strict=False))
+            pairs = [(found[part][key], shapes[part]) for part in found for key in MOMENTS]
+            if (
+                len(kept) != len(order)
+                or len(groups) > 2
+                # transformers has the biases of queries before the norms
+                or any("q_proj.bias" in part for part in order)
+                or any(moment.shape != shape for moment, shape in pairs)
+            ):
+                return "are not of these parameters in a known order"
+            if not all(moment.isfinite().all() for moment, _ in pairs) or not all(
+                one["exp_avg_sq"].min() >= 0 <= one["step"] < math.inf for one in kept
+            ):
+                return "are not finite, or negative"
             return {
                 name: {
                     key: self._maps[name]
@@ -232,8 +254,10 @@ class ForeignWeights:
                 | {"step": found[own[0]]["step"]}
                 for name, own in parts.items()
             }
-        except Exception:  # its file cannot be read, or it is of any other optimizer
-            return {}
+        except KeyError:
+            return "are not AdamW's of every parameter"
+        except Exception as error:
+            return f"cannot be read: {shortened(str(error).split(), 12, ' ')}"
 
     def require_fit(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that every tensor of flatout's model, with these shapes, has its values here.

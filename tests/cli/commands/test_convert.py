@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import yaml
 
@@ -132,6 +133,32 @@ def test_tokens_that_are_here_are_answered_with_the_line_that_imports_them(tmp_p
     assert found.items[1].note == "The directory that `flatout prepare` wrote."
 
 
+def test_tokens_of_any_kind_beside_the_config_are_answered_with_their_import(tmp_path):
+    """Their paths are relative to the config, and a directory of directories is one dataset."""
+    packed = tmp_path / "packed"
+    for split in ("train", "val"):
+        (packed / split).mkdir(parents=True)
+        (packed / split / "chunk_000000.pt").write_bytes(b"")
+    np.save(tmp_path / "some.npy", np.arange(20))
+    (packed / "metadata.json").write_text("{}")
+    np.arange(20, dtype="uint16").tofile(tmp_path / "all.bin")
+    (tmp_path / "book.txt").write_text("text")
+    document = {"weight_decay": 0.1, "pretokenized": "packed", "dataset": "all.bin"}
+    found, _ = converted(tmp_path, document | {"train_file": "book.txt"})
+    notes = {item.key: item.note for item in found.items}
+    assert notes["pretokenized"] == (
+        f"Import it: `flatout import {packed} --out data/packed`, with --tokenizer FILE if "
+        "metadata.json names none."
+    )
+    assert notes["dataset"].startswith(
+        f"Import it: `flatout import {tmp_path}/all.bin --out data/a"
+    )
+    assert "Import" not in notes["train_file"]
+    (tmp_path / "my.yaml").unlink()
+    found, _ = converted(tmp_path, {"weight_decay": 0.1, "dataset": f"{tmp_path}/some.npy"})
+    assert f"flatout import {tmp_path}/some.npy --out data/some" in found.items[1].note
+
+
 def test_no_file_is_replaced(old, tmp_path):
     (tmp_path / "my.yaml").write_text("name: mine\n")
     with pytest.raises(OutputInUse, match="exists"):
@@ -179,6 +206,12 @@ def test_a_config_of_deepspeed_is_converted(tmp_path):
                     "stage3_prefetch_bucket_size": "auto",
                 },
                 "aio": {"block_size": 1048576},
+                "tensor_parallel": {"autotp_size": 2, "dtype": "fp16"},
+                "pipeline": {"stages": "auto", "seed_layers": False, "partition": "best"},
+                "compile": {"deepcompile": True},
+                "torch_autocast": {"enabled": False, "dtype": "float16"},
+                "comet": {"enabled": True, "project": "x"},
+                "wandb": {"enabled": False, "team": "us", "group": "g"},
             }
         )
     )
@@ -188,7 +221,7 @@ def test_a_config_of_deepspeed_is_converted(tmp_path):
         "optim": {"kind": "adamw", "lr": 3e-4},
         "schedule": {"kind": "linear", "warmup": 200},
         "train": {"precision": "bf16"},
-        "parallel": {"offload": "cpu"},
+        "parallel": {"offload": "cpu", "tensor": 2},
     }
     outcomes = {item.key: item.outcome for item in made.items}
     assert outcomes["zero_optimization.stage"] == "by_hand"

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import pickle
+import re
 import struct
 from dataclasses import dataclass
 
@@ -492,9 +493,22 @@ def test_metadata_may_lie_above_the_splits_and_use_another_tools_name_of_a_token
 @pytest.mark.parametrize(
     ("metadata", "wanted"),
     [
-        ({"total_tokens": 9}, "has total_tokens 9. There are 4"),
-        ({"num_chunks": 7}, "has num_chunks 7. There are 2"),
-        ({"vocab_size": 100}, "has vocab_size 100. The tokenizer has 257"),
+        ({"total_tokens": 9}, "has total_tokens 9. There are 4 tokens."),
+        ({"num_tokens": True}, "has num_tokens true. There are 4 tokens."),
+        ({"num_chunks": 7}, "has num_chunks 7. The number of files is 2."),
+        ({"vocab_size": 100}, "has vocab_size 100. The tokenizer has 257 ids."),
+        ({"eos_token_id": 257}, "has eos_token_id 257. The tokenizer has 257 ids."),
+        ({"eos_token_id": True}, "has eos_token_id true. The tokenizer has 257 ids."),
+        ({"dtype": "torch.uint16"}, 'has dtype "uint16". The tokens are int64.'),
+        (
+            {"num_sequences": 3, "sequence_length": 2},
+            "has num_sequences*sequence_length 6. There are 4 tokens.",
+        ),
+        ({"splits": {"train": 3}}, "has splits.train 3. There are 4 tokens for training."),
+        (
+            {"splits": {"validation": {"num_tokens": 1}}},
+            "has splits.validation.num_tokens 1. There are 0 tokens for validation.",
+        ),
         ([1], "is not a JSON object"),
     ],
 )
@@ -502,12 +516,53 @@ def test_metadata_that_contradicts_the_chunks_is_rejected(
     chunks, imported, nothing_kept, metadata, wanted
 ):
     folder = chunks({0: [1, 2], 1: [3, 4]}, metadata)
-    with pytest.raises(DataError, match=wanted):
+    with pytest.raises(DataError, match=re.escape(wanted)):
         imported(folder)
     (folder / "metadata.json").unlink()
     os.mkfifo(folder / "metadata.json")
     with pytest.raises(DataError, match=r"Cannot read .*metadata\.json"):
         imported(folder)
+
+
+def test_metadata_that_agrees_with_the_chunks_is_accepted(chunks, imported):
+    metadata = {
+        "num_tokens": 4,
+        "num_sequences": 2,
+        "sequence_length": 2,
+        "dtype": "torch.int64",
+        "eos_token_id": 256,
+        "vocab_size": 320,
+        "splits": {"train": {"num_tokens": 4}, "val": 0.1, "test": 17},
+    }
+    assert imported(chunks({0: [1, 2], 1: [3, 4]}, metadata)).train == [1, 2, 3]
+
+
+def test_totals_of_all_files_are_not_compared_with_a_part_of_them(tmp_path, imported):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for name, count in (("train", 40), ("val", 10), ("test", 30)):
+        raw(folder / f"{name}.bin", np.arange(count))
+    (folder / "metadata.json").write_text(json.dumps({"num_tokens": 80, "splits": {"train": 40}}))
+    assert len(imported(folder / "train.bin", out="one").train) == 36
+    assert len(imported(folder, out="both").val) == 10
+    made = imported(folder / "train.bin", out="named", val=folder / "val.bin")
+    assert (len(made.train), len(made.val)) == (40, 10)
+    (folder / "test.bin").unlink()
+    with pytest.raises(DataError, match=r"has num_tokens 80\. There are 50"):
+        imported(folder, out="again")
+
+
+def test_the_type_that_metadata_states_is_that_of_files_without_a_header(tmp_path, imported):
+    """Read as uint32, these bytes would be tokens too."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    raw(folder / "tokens.bin", [5, 0, 6, 0] * 10)
+    (folder / "metadata.json").write_text(json.dumps({"dtype": "uint16"}))
+    made = imported(folder)
+    assert made.train + made.val == [5, 0, 6, 0] * 10
+    assert "--dtype" not in made.said
+    with pytest.raises(DataError, match=r'has dtype "uint16"\. The tokens are uint32'):
+        imported(folder, out="other", dtype="uint32")
 
 
 def write_arrow(path, rows):

@@ -299,7 +299,7 @@ def test_code_of_the_directory_is_never_imported(theirs, monkeypatch):
         ('{"model_type": "lama"}', ConfigError, "architecture 'lama', which flatout does not read"),
         ('{"model_type": "mixtral", "num_local_experts": 8}', ConfigError, "a mixture of experts"),
         ("{}", CheckpointError, "No config.json tells the architecture"),
-        ("[]", CheckpointError, "not a mapping"),
+        ("[]", CheckpointError, "not a JSON object"),
         ("{", CheckpointError, "not JSON"),
     ],
 )
@@ -313,3 +313,18 @@ def test_a_file_of_unknown_tensors_is_rejected(tmp_path):
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"and its tensors \(a, b\) do not either"):
         find_model(str(tmp_path / "x.safetensors"))
+
+
+SIZES = {"num_hidden_layers": 10**9, "vocab_size": 10**12, "intermediate_size": 10**17}
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("name", ["", "model.safetensors"])
+def test_a_configuration_larger_than_its_tensors_is_an_error_before_a_model_is_built(
+    theirs, key, name
+):
+    document = json.loads((theirs / "config.json").read_text()) | {key: SIZES[key]}
+    (theirs / "config.json").write_text(json.dumps(document))
+    for whole in (True, False):  # plan does not need the weights, but they are here
+        with pytest.raises(ConfigError, match="states a model of at least"):
+            find_model(str(theirs / name), whole=whole, for_run=True)
