@@ -34,7 +34,7 @@ from flatout.assembly.preflight import check_names
 from flatout.assembly.shape import with_shape
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
-from flatout.data.load.batches import BatchPlan, SequenceSteps
+from flatout.data.load.batches import BatchPlan, SequenceSteps, StepReader
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.display import memory_size
 from flatout.distributed.layout import Layout, layout_of
@@ -211,7 +211,7 @@ def checkpointing_notes(decisions: Sequence[Decision]) -> list[str]:
 
 def with_length(config: RunConfig, requested: TrainConfig, dataset: AnyDataset | None) -> RunConfig:
     """Return the configuration with the steps of the run, and with its evaluations."""
-    steps = steps_stated(config, requested, dataset, parts_of(config))
+    steps = steps_stated(config, requested, dataset, padded_steps(config, dataset))
     epochs = requested.epochs or (0 if requested.steps or requested.tokens else 1)
     return with_evaluations(config.with_values({"train.steps": steps}), dataset, epochs)
 
@@ -220,11 +220,11 @@ def steps_stated(
     config: RunConfig,
     requested: TrainConfig,
     dataset: AnyDataset | None,
-    parts: Parts | None = None,
+    padded: StepReader | None = None,
 ) -> int | None:
     """Return the length that `requested` states, in optimizer steps of a run with resolved batches.
 
-    If its `parts` make other batches than sequences, steps contain padding, and thus fewer tokens.
+    If it has a `padded` reader, steps contain padding, and thus fewer tokens.
     Returns: None for a length in epochs without a dataset.
     """
     if requested.steps is not None:
@@ -233,26 +233,29 @@ def steps_stated(
     per_step = config.batch.tokens_per_step or 1
     if dataset is None:
         return math.ceil((requested.tokens or 0) / per_step) or None
-    plain: object = SequenceSteps
-    if parts is None or parts.batching is plain:
+    if padded is None:
         tokens = requested.tokens or epochs * epoch_tokens(dataset, seq_len)
         return max(math.ceil(tokens / per_step), 1)
-    plan = BatchPlan(
-        seq_len,
-        per_step // seq_len,
-        1,
-        dp_rank=0,
-        dp_size=1,
-        seed=0,
-        document_mask=False,
-        prefetch=0,
-        device="cpu",
-        by_tokens=config.batch.by_tokens,
-    )
-    steps = parts.batching(dataset.split("train"), plan, None)
     if requested.tokens:
-        epochs = requested.tokens / steps.tokens_per_epoch
-    return max(math.ceil(epochs * steps.steps_per_epoch), 1)
+        epochs = requested.tokens / padded.tokens_per_epoch
+    return max(math.ceil(epochs * padded.steps_per_epoch), 1)
+
+
+def padded_steps(config: RunConfig, dataset: AnyDataset | None) -> StepReader | None:
+    """Return the reader of a run with resolved batches whose steps contain padding, else None."""
+    plain: object = SequenceSteps
+    batching = parts_of(config).batching
+    if dataset is None or batching is plain:
+        return None
+    plan = BatchPlan(config.data.seq_len, sequences_of(config), 1, by_tokens=config.batch.by_tokens)
+    return batching(dataset.split("train"), plan, None)
+
+
+def tokens_per_step(config: RunConfig, dataset: AnyDataset | None) -> float:
+    """Return the mean tokens of a step of a run with resolved batches, without padding."""
+    if reader := padded_steps(config, dataset):
+        return reader.tokens_per_epoch / reader.steps_per_epoch
+    return config.batch.tokens_per_step or 0
 
 
 def epoch_tokens(dataset: AnyDataset, seq_len: int) -> int:
@@ -277,7 +280,9 @@ def with_evaluations(
         per_epoch = 1.0
     every, tokens = train.eval_every, train.eval_tokens
     if per_epoch is not None:
-        every = steps_stated(config, TrainConfig(epochs=per_epoch), dataset, parts_of(config))
+        every = steps_stated(
+            config, TrainConfig(epochs=per_epoch), dataset, padded_steps(config, dataset)
+        )
     elif every is None:
         every = max(math.ceil(steps / EVALUATIONS), MIN_BETWEEN_EVALUATIONS)
     if tokens is None:

@@ -14,7 +14,7 @@ import torch
 from flatout.assembly.batch import for_world_size
 from flatout.assembly.choices import Decision, parts_of, stored_decisions
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.resolve import resolve, steps_stated, with_evaluations
+from flatout.assembly.resolve import padded_steps, resolve, steps_stated, with_evaluations
 from flatout.config.schema import RunConfig, flat
 from flatout.config.trust import remember
 from flatout.data.store.mix import AnyDataset, members_of
@@ -226,7 +226,7 @@ def _start(request: RunRequest, known: Mapping[Path, str] | None) -> Start:
         config,
         resume,
         steps_of=lambda stored: steps_stated(
-            stored, config.train, request.dataset, parts_of(stored)
+            stored, config.train, request.dataset, padded_steps(stored, request.dataset)
         ),
         trust_code=request.trust_code,
         known=known,

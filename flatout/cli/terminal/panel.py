@@ -60,7 +60,12 @@ def settings_of(run: Any) -> str:
     sizes = {"micro-batches": batch.accumulate or 1, "devices": run.mesh.dp_size}
     product = "".join(f" x {size:,} {name}" for name, size in sizes.items() if size > 1)
     rows = f"{counted(int(batch.rows_per_device), 'row')}{product} of {config.data.seq_len:,}"
-    return f"{', '.join(parts)}; {rows} tokens = {run.tokens_per_step:,} per step"
+    size = (
+        f"{run.tokens_per_step // config.data.seq_len:,} documents per step"
+        if batch.by_tokens
+        else f"{rows} tokens = {run.tokens_per_step:,} per step"
+    )
+    return f"{', '.join(parts)}; {size}"
 
 
 def sparkline(values: Sequence[float], encoding: str) -> str:

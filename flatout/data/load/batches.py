@@ -48,13 +48,13 @@ class BatchPlan:
     seq_len: int
     rows_per_device: int
     accumulate: int
-    dp_rank: int
+    dp_rank: int = 0
     """The position of this rank's rows among those of `dp_size` ranks, or groups of them."""
-    dp_size: int
-    seed: int
-    document_mask: bool
-    prefetch: int
-    device: str
+    dp_size: int = 1
+    seed: int = 0
+    document_mask: bool = False
+    prefetch: int = 0
+    device: str = "cpu"
     by_tokens: bool = False
     """Whether the rows of a micro-batch depend on their length."""
 

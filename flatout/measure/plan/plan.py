@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,7 +16,7 @@ from flatout.assembly.measured import past_run, runs_here, speedups_on
 from flatout.assembly.memory import free_bytes, workload_of
 from flatout.assembly.parts import divisors
 from flatout.assembly.preflight import open_dataset, require_machine
-from flatout.assembly.resolve import checkpointing_notes, known_peak, resolve
+from flatout.assembly.resolve import checkpointing_notes, known_peak, resolve, tokens_per_step
 from flatout.config.schema import RunConfig
 from flatout.config.sections import ParallelConfig
 from flatout.data.store.manifest import MANIFEST
@@ -45,6 +45,14 @@ LONG = 8_192
 """Tokens of rows from which several GPUs may share one."""
 LEAST_BPE = 10_000
 """Ids of a vocabulary whose losses compare with those of GPT-2's: not bytes or characters."""
+CRITICAL_BATCH = (
+    "A step has {}. In the runs of Kaplan et al. 2020, the critical batch size was 271.7 K tokens "
+    "at a loss of 4 and 2.5 M tokens at 2.5 (2e8 / loss^(1/0.21)): much larger steps need more "
+    "tokens for the same loss, much smaller ones more steps."
+)
+"""Source: Kaplan et al. 2020, arXiv:2001.08361, a fit to the gradient noise of transformers on
+WebText2, as McCandlish et al. 2018, arXiv:1812.06162, measure it.
+"""
 TOUCH_MEMORY = {
     "activations",
     "attention",
@@ -92,18 +100,20 @@ def make_plan(
     tried = [{"batch.rows_per_device": each, "batch.tokens_per_step": each * unit} for each in rows]
     with progress.task("Planning other micro-batches"):
         batches = [Alternative(**fields) for fields in target.alternatives(config, tried)]
-    steps = config.train.steps
+    steps, tokens = config.train.steps, tokens_per_step(config, dataset)
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
     fits, largest, changes = target.fits(memory), None, list[Change]()
     if memory and target.free:
         with progress.task("Trying what fits"):
-            largest = rows_that_fit(config, memory, target.free)
+            reserved = memory.reserved / max(memory.estimate.total, 1)
+            room = int((target.free - memory.context) / reserved)  # besides the process
+            largest = most_rows(workload_of(config), max(room, 0))
             changes = [] if fits else changes_of(target, requested, config, memory, largest)
     if fits is False:  # a run without room has no rate
         time = TimePrediction(None, None, None, "none: it does not fit", None)
     if (config.model.vocab_size or 0) >= LEAST_BPE:
-        notes.append(critical_batch(config.batch.tokens_per_step or 0))
+        notes.append(CRITICAL_BATCH.format(amount(tokens, "tokens")))
     peak, row = target.peak(config), target.machine.row
     power = row.power_w if row and target.device.startswith("cuda") else None
     hours = None if time.wall_s is None else time.wall_s / 3600
@@ -120,7 +130,7 @@ def make_plan(
         rows_per_device=int(config.batch.rows_per_device),
         accumulate=config.batch.accumulate or 1,
         steps=steps,
-        tokens=None if steps is None else steps * (config.batch.tokens_per_step or 0),
+        tokens=None if steps is None else int(steps * tokens),
         **(memory_at_peak(memory, target.free) if memory else {}),
         fits=False if target.is_missing else fits,
         largest_rows_per_device=largest,
@@ -231,28 +241,25 @@ class Target:
         )
         return memory, problem, time
 
-    def alternative(
-        self, values: Mapping[str, object], config: RunConfig, decisions: Sequence[Decision]
-    ) -> dict[str, Any]:
-        """Return the fields of an `Alternative`: a resolved run that has these `values`."""
-        memory, _, time = self.predict(config, decisions)
-        fits = self.fits(memory)
-        return {
-            "overrides": [f"{key}={value}" for key, value in values.items()],
-            "rows_per_device": int(config.batch.rows_per_device),
-            "need_gib": memory and memory.total / GIB,
-            "fits": fits,
-            "tokens_per_s": None if fits is False else time.tokens_per_s,
-            "source": time.source,
-        }
-
     def alternatives(
         self, requested: RunConfig, tried: Iterable[dict[str, Any]]
     ) -> Iterator[dict[str, Any]]:
-        """Yield `alternative` for each of the values in turn, unless the run is rejected there."""
+        """Yield the fields of an `Alternative` for each of the values, unless the run is rejected
+        with them.
+        """
         for values in tried:
             with suppress(FlatoutError):
-                yield self.alternative(values, *self.resolve(requested.with_values(values)))
+                config, decisions = self.resolve(requested.with_values(values))
+                memory, _, time = self.predict(config, decisions)
+                fits = self.fits(memory)
+                yield {
+                    "overrides": [f"{key}={value}" for key, value in values.items()],
+                    "rows_per_device": int(config.batch.rows_per_device),
+                    "need_gib": memory and memory.total / GIB,
+                    "fits": fits,
+                    "tokens_per_s": None if fits is False else time.tokens_per_s,
+                    "source": time.source,
+                }
 
 
 def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
@@ -280,26 +287,6 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
         tried.append(mesh | {"parallel.pipeline_schedule": schedule})
     found = [Alternative(**fields) for fields in target.alternatives(requested, tried)]
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
-
-
-def critical_batch(tokens: int) -> str:
-    """Return a sentence that compares the tokens of a step with the critical batch size.
-
-    Source: Kaplan et al. 2020, arXiv:2001.08361, a fit to the gradient noise of transformers on
-            WebText2, as McCandlish et al. 2018, arXiv:1812.06162, measure it.
-    """
-    high_loss, low_loss = (amount(2e8 / loss ** (1 / 0.21), "tokens") for loss in (4, 2.5))
-    return (
-        f"A step has {amount(tokens, 'tokens')}. In the runs of Kaplan et al. 2020, the critical "
-        f"batch size was {high_loss} at a loss of 4 and {low_loss} at 2.5 (2e8 / loss^(1/0.21)): "
-        "much larger steps need more tokens for the same loss, much smaller ones more steps."
-    )
-
-
-def rows_that_fit(config: RunConfig, memory: MemoryPrediction, free: int) -> int:
-    """Return the most rows that fit beside what the allocator and the process take."""
-    reserved = memory.reserved / max(memory.estimate.total, 1)
-    return most_rows(workload_of(config), max(int((free - memory.context) / reserved), 0))
 
 
 def changes_of(

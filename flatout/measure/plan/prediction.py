@@ -19,7 +19,7 @@ from flatout.assembly.memory import (
     Workload,
     estimate,
 )
-from flatout.assembly.resolve import tokens_to_score
+from flatout.assembly.resolve import tokens_per_step, tokens_to_score
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError
@@ -137,8 +137,9 @@ def predict_time(
     assumption counts what it takes to start its operations. Rates of other micro-batches are scaled
     by the assumption's ratio for the two.
     """
-    tokens, steps = config.batch.tokens_per_step or 0, config.train.steps
-    world_size = this.world_size
+    steps, world_size = config.train.steps, this.world_size
+    padded, unpadded = config.batch.tokens_per_step or 0, tokens_per_step(config, dataset)
+    tokens = round(unpadded) if config.batch.by_tokens else padded  # it pads nearly nothing
     whole = peak and peak.tflops * 1e12 * world_size / flops_per_token
     needs, here = memory.estimate if memory else None, this.rows_per_device * this.accumulate
 
@@ -183,6 +184,8 @@ def predict_time(
     elif not whole:
         source = "unknown: no peak rate is known for this device"
         return TimePrediction(None, None, None, source, None)
+    else:
+        rate *= unpadded / tokens
     mfu = rate / whole if whole else None
     if mfu is not None and mfu > 1:  # other processes used the cores while the peak was measured
         mfu = None
@@ -193,7 +196,7 @@ def predict_time(
         for run in chosen
         if is_same and run.beside_s is not None
     ]
-    wall_s = steps * tokens / rate + tokens_to_score(config, dataset) / (EVALUATION_COST * rate)
+    wall_s = steps * unpadded / rate + tokens_to_score(config, dataset) / (EVALUATION_COST * rate)
     wall_s += max(statistics.median_low(beside or [0.0]), 0.0)
     misses = [abs(rate / each - 1) for each in rates if is_same]
     return TimePrediction(rate, wall_s, mfu, source, max(misses) if len(misses) > 1 else None)

@@ -254,3 +254,19 @@ def test_micro_batches_are_compared_in_a_table(recipe):
     for rows in ("0", "x", "-2"):
         with pytest.raises(ConfigError, match="is not a list of rows"):
             plan(recipe, [*SMALL, "model.vocab_size=101"], rows=rows)
+
+
+@pytest.mark.parametrize("by_tokens", ["false", "true"])
+def test_padding_is_not_planned_as_tokens(recipe, ragged_set, tmp_path, by_tokens):
+    """The rate is that of `train`, which counts the tokens of documents."""
+    words = [word for word in ON_CPU if not word.startswith(("data", "batch", "speedups"))]
+    words += [f"data.path={ragged_set}", "data.seq_len=128", "batch.tokens_per_step=2048"]
+    words += [f"batch.by_tokens={by_tokens}", "speedups=auto,-compile,+length-buckets"]
+    found = plan(recipe, words)
+    done = train(recipe, words, run=tmp_path / "run")
+    assert found.tokens == pytest.approx(done.tokens, rel=0.2)
+    assert found.tokens < 0.9 * 6 * 2048
+    packed = plan(recipe, [*words[:-2], "speedups=auto,-compile"])
+    assert packed.tokens == 6 * 2048
+    share = 1 if by_tokens == "true" else 1.1 * found.tokens / packed.tokens
+    assert found.tokens_per_s < share * packed.tokens_per_s

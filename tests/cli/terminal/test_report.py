@@ -109,6 +109,16 @@ def test_a_run_starts_with_one_line_about_its_speedups(terminal):
     ]
 
 
+def test_a_run_by_tokens_starts_with_its_documents(terminal):
+    run = run_at(0)
+    run.config = run.config.with_values({"batch.by_tokens": True, "data.seq_len": 256})
+    report = RunReport(terminal)
+    report.on_event({"event": "start", "parameters": 1, **MACHINE})
+    report.on_event({"event": "speedup", "name": "bf16", "on": True, "reason": "here"})
+    report.on_start(run)
+    assert "; 8 documents per step; " in text_of(terminal)
+
+
 def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal):
     decide(RunReport(terminal, verbose=True))
     _, *lines = text_of(terminal).splitlines()
