@@ -130,7 +130,9 @@ class AdaptedModel(LanguageModel):
 
         Shapes:  as `LanguageModel.logits`.
         """
-        return capped(self._through_blocks(tokens_BT, doc_ids_BT), self.config.logit_softcap)
+        return capped(
+            self.through(self.blocks, None, tokens_BT, doc_ids_BT), self.config.logit_softcap
+        )
 
     def last_logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits of the last position.

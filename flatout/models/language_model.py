@@ -318,7 +318,7 @@ class LanguageModel(nn.Module, ABC):
         Shapes:  tokens_BT (B, T) integers; doc_ids_BT (B, T) integers.
         Returns: logits_BTV.
         """
-        hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
+        hidden_BTD, weight_VD = self.head(self.through(self.blocks, None, tokens_BT, doc_ids_BT))
         logits_BTV = logits_of(hidden_BTD, weight_VD)
         if self.split is not None:
             logits_BTV = self.split.gathered(logits_BTV, dim=2)
@@ -330,7 +330,7 @@ class LanguageModel(nn.Module, ABC):
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
-        return self.last_logits(self._through_blocks(tokens_BT, None))
+        return self.last_logits(self.through(self.blocks, None, tokens_BT, None))
 
     def last_logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits of the next token, from the output of the blocks.
@@ -352,9 +352,6 @@ class LanguageModel(nn.Module, ABC):
     def token_limit(self, max_tokens: int | None) -> int:
         """Return the decoder's token limit: `max_tokens`, capped at what the model supports."""
         return min(max_tokens or self.max_seq_len, self.max_seq_len)
-
-    def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        return self.through(self.blocks, None, tokens_BT, doc_ids_BT)
 
     def shared_by_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> tuple[object, ...]:
         """Return further arguments of every block, computed once per micro-batch.

@@ -91,7 +91,7 @@ def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_ma
         doc_ids_BT = (torch.arange(work.seq_len, dtype=torch.int32) // 9).repeat(4, 1)
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
         kept, _ = kept_bytes(
-            lambda: model._through_blocks(tokens_BT, doc_ids_BT),
+            lambda: model.through(model.blocks, None, tokens_BT, doc_ids_BT),
             apart_from=[*model.parameters(), *model.buffers()],
         )
     if (

@@ -16,7 +16,7 @@ ROOMS = {
     "data": 59_071,
     "training": 55_457,
     "cli": 24_366,
-    "models": 23_166,
+    "models": 23_151,
     "assembly": 17_176,
     "config": 10_467,
     "ops": 14_015,
