@@ -214,5 +214,9 @@ def require_posix() -> None:
     except ImportError as error:
         raise HardwareError(
             "flatout needs Linux or macOS, and this Python runs on a different system.",
-            fix="On Windows, install WSL (`wsl --install`), and install and run flatout in it.",
+            fix="On Windows, install WSL, and flatout in it: `wsl --install -d Ubuntu` in "
+            "PowerShell, restart, and in Ubuntu `sudo apt update && sudo apt install -y git "
+            "build-essential python3-venv`, `git clone URL flatout && cd flatout`, `python3 -m "
+            "venv .venv/flatout && . .venv/flatout/bin/activate`, and `pip install -c "
+            "constraints.txt '.[report]'`.",
         ) from error

@@ -77,6 +77,18 @@ def test_windows_is_answered_with_a_sentence(use, code, said):
     assert said in done.stderr.splitlines()[-1] if said else not done.stderr
 
 
+@pytest.mark.slow
+def test_windows_is_told_the_steps_of_the_page_on_platforms():
+    use = "from flatout.cli.main import main; main(['train', 'demo'])"
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS + use], capture_output=True, text=True, check=False
+    )
+    page = (ROOT / "docs" / "platforms.md").read_text()
+    steps = page.partition("\n## Windows\n")[2].split("```")[1].splitlines()[1:]
+    assert len(steps) == 5
+    assert [step for step in steps if f"`{step}`" not in done.stderr] == []
+
+
 def test_import_loads_no_slow_package():
     program = (
         "import sys, flatout; dir(flatout); print(sorted({'torch', 'rich', 'click', 'pydantic', "

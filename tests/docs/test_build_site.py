@@ -26,6 +26,20 @@ def test_the_references_are_current(tool, page, is_current):
     is_current(path, wanted)
 
 
+def test_the_picture_of_meshes_is_current(tool):
+    picture = tool("mesh_picture")
+    assert picture.PICTURE.read_text() == picture.drawing()
+    every = [picture.held(rank, shard=8, context=2) for rank in range(8)]
+    assert [each.row for each in every] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for sizes, _ in picture.MESHES.values():
+        every = [picture.held(rank, **sizes) for rank in range(8)]
+        kept = {(block, part) for each in every for block in each.blocks for part in each.parts}
+        assert len(kept) == 64, "together they have the whole model"
+        read = {(each.row, token) for each in every for token in each.tokens}
+        if "pipeline" not in sizes:
+            assert len(read) == sum(len(each.tokens) for each in every), "and each token once"
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tool, tmp_path):
     assert tool("build_site").build(tmp_path) == 0

@@ -26,7 +26,7 @@ ROOMS = {
     "optim": 5_706,
     "speedups": 3_984,
     "hardware": 3_272,
-    "top": 4_304,
+    "top": 4_308,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.
 
