@@ -204,8 +204,13 @@ def test_adapters_do_not_take_the_moments_of_whole_weights(tmp_path, started):
     assert not run.optimizers[0].state
 
 
-def test_a_model_without_an_optimizer_says_nothing_of_it(tmp_path, started):
-    run, said = started(write_gpt2(tmp_path))
+@pytest.mark.parametrize("named", [False, True])
+def test_a_model_without_an_optimizer_says_nothing_of_it(tmp_path, started, named):
+    path = write_gpt2(tmp_path)
+    if named:
+        path = nanogpts(tmp_path)
+        torch.save(torch.load(path) | {"optimizer": None, "optim": "adamw"}, path)
+    run, said = started(path)
     assert "moments" not in said
     assert not run.optimizers[0].state
 

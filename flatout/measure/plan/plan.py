@@ -107,8 +107,8 @@ def make_plan(
     if memory and target.free:
         with progress.task("Trying what fits"):
             reserved = memory.reserved / max(memory.estimate.total, 1)
-            room = int((target.free - memory.context) / reserved)  # besides the process
-            largest = most_rows(workload_of(config), max(room, 0))
+            room = max((target.free - memory.context) / reserved, 0)  # besides the process
+            largest = most_rows(workload_of(config), int(room))
             changes = [] if fits else changes_of(target, requested, config, memory, largest)
     if fits is False:  # a run without room has no rate
         time = TimePrediction(None, None, None, "none: it does not fit", None)

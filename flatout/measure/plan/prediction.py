@@ -138,8 +138,9 @@ def predict_time(
     by the assumption's ratio for the two.
     """
     steps, world_size = config.train.steps, this.world_size
-    padded, unpadded = config.batch.tokens_per_step or 0, tokens_per_step(config, dataset)
-    tokens = round(unpadded) if config.batch.by_tokens else padded  # it pads nearly nothing
+    unpadded = tokens_per_step(config, dataset)
+    # micro-batches by tokens have nearly no padding
+    tokens = round(unpadded) if config.batch.by_tokens else config.batch.tokens_per_step or 0
     whole = peak and peak.tflops * 1e12 * world_size / flops_per_token
     needs, here = memory.estimate if memory else None, this.rows_per_device * this.accumulate
 

@@ -163,7 +163,8 @@ def optimizer_state(path: Path, others: JsonObject) -> Any:
     Raises: as `load_safely`.
     """
     files = filter(Path.is_file, (path / name for name in OPTIMIZER_FILES))
-    return next(filter(None, (*map(others.get, OPTIMIZERS), *map(load_safely, files))), None)
+    found = (*map(others.get, OPTIMIZERS), *map(load_safely, files))
+    return next((one for one in found if one and not isinstance(one, str)), None)  # not its name
 
 
 def load_safely(file: Path) -> Any:
