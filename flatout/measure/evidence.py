@@ -429,12 +429,17 @@ class Evidence(Stored):
     """(step, training loss), including NaN and infinity."""
     looks_ahead: bool | None = None
     """Whether outputs for tokens depend on later ones, which the model learns to predict."""
+    mixes_rows: bool = False
+    """Whether outputs for a row of the batch depend on other rows."""
+    updates: Number = None
+    """Largest share by which an early step changed the weights. None: the learning rate rises, as
+    in a warm-up."""
     tracer: str = ""
     """What follows all calls of the script in most steps: a profiler or a debugger."""
     constant_inputs: bool = False
     """Whether all inputs of the model had one value in the first steps."""
-    pixel_inputs: bool = False
-    """Whether an input of floats had whole numbers up to 255 in them."""
+    large_inputs: bool = False
+    """Whether an input of floats had numbers far from 1 in them."""
     only_classes: Count = None
     """Number of classes of the targets in successive steps, if each step has one or two of them."""
     bare_steps: Number = None

@@ -1,13 +1,14 @@
-"""Tries whether a model that is trained to predict the next token can see it."""
+"""Tries what a model's outputs depend on: the tokens that it predicts, other rows of the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 LEAST, MOSTLY, CLEARLY = 8, 0.9, 0.2
 """Fewest tokens of a row, share of the targets that must be the next tokens, and how much larger
@@ -70,8 +71,6 @@ def looks_ahead(
 
     One row, since others may compete with it, as for the places of experts.
 
-    It calls the model three times in evaluation mode, with the same random numbers, which are not
-    the script's. A model whose outputs change by themselves tells nothing.
     """
     leaves, form = tree_flatten((args, kwargs))
     at = [place for place, one in enumerate(leaves) if type(one) is Tensor][number]
@@ -79,28 +78,76 @@ def looks_ahead(
     changed = tokens.clone()
     others = tokens[tokens != tokens[-1, -1]]
     changed[-1, -1] = others[0] if others.numel() else tokens[-1, -1]
+    other = tree_unflatten([*leaves[:at], changed, *leaves[at + 1 :]], form)
+    for every in _outputs(model, (args, kwargs), other):
+        if every[0].shape[0] == tokens.numel():  # rows and tokens in one dimension
+            every = [each.view(*tokens.shape, -1) for each in every]
+        if every[0].shape[:2] == tokens.shape:
+            return _differ(*(each[:, :-1] for each in every))
+    return False
+
+
+def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether outputs for other rows change when the first row of the inputs does.
+
+    What is square tells nothing: a graph, or pairs of rows. Nor do rows that are independent of
+    each other along the second dimension: then the first one is time.
+    """
+    given = (args, kwargs)
+    inputs = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()]
+    rows = {one.shape[0] for one in inputs}
+    if len(rows) != 1 or 1 in rows or any(one.shape[:1] == one.shape[1:] for one in inputs):
+        return False
+
+    def changed(dim: int) -> Any:
+        """Return the inputs with the second row, or column, in place of the first as well."""
+
+        def change(one: Tensor) -> Tensor:
+            if one.dim() <= dim or one.shape[dim] < 2:
+                return one
+            return torch.cat([one.narrow(dim, 1, 1), one.narrow(dim, 1, one.shape[dim] - 1)], dim)
+
+        return tree_map_only(Tensor, change, given)
+
+    found = set()
+    for every in _outputs(model, given, changed(0), changed(1)):
+        shape = every[0].shape
+        if shape[:1] == shape[1:]:
+            return False
+        for dim, place in product((0, 1), (0, 1)):
+            sizes = {one.shape[dim] for one in inputs if one.dim() > dim}
+            if len(shape) > place and sizes == {shape[place]} and shape[place] > 1:
+                others = (each.narrow(place, 1, shape[place] - 1) for each in every)
+                one, same, *changes = others
+                found.add((dim + place > 0, _differ(one, same, changes[dim])))
+    return (False, True) in found and all(differs for _, differs in found)
+
+
+def _outputs(model: nn.Module, given: Any, *others: Any) -> Iterator[list[Tensor]]:
+    """Yield each output with at least two dimensions: of inputs, of the same, and of others.
+
+    The model is called in evaluation mode, with the same random numbers, which are not the
+    script's.
+    """
     modes = {module: module.training for module in model.modules()}
+    devices = [one.device for one in tree_leaves(given) if isinstance(one, Tensor) and one.is_cuda]
     outputs = []
-    devices = [tokens.device] if tokens.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with torch.no_grad(), torch.random.fork_rng(devices[:1]):
         try:
             for module in modes:
                 module.training = False
-            for leaves[at] in (tokens, tokens, changed):
+            for args, kwargs in (given, given, *others):
                 torch.manual_seed(0)
-                words, options = tree_unflatten(leaves, form)
-                outputs.append(tree_leaves(model(*words, **options)))
+                outputs.append(tree_leaves(model(*args, **kwargs)))
         finally:
             for module, mode in modes.items():
                 module.training = mode
     for every in zip(*outputs, strict=True):
-        one = every[0]
-        if not isinstance(one, Tensor) or not one.is_floating_point() or one.dim() < 2:
-            continue
-        if one.shape[0] == tokens.numel():  # rows and tokens in one dimension
-            every = tuple(each.view(*tokens.shape, -1) for each in every)
-        if every[0].shape[:2] == tokens.shape:
-            one, same, other = (each[:, :-1].float() for each in every)
-            is_same = torch.equal(one, same)
-            return is_same and bool((one - other).abs().max() > TOLERANCE * one.abs().max())
-    return False
+        if isinstance(every[0], Tensor) and every[0].is_floating_point() and every[0].dim() > 1:
+            yield [each.float() for each in every]
+
+
+def _differ(one: Tensor, same: Tensor, other: Tensor) -> bool:
+    """Return whether outputs of other inputs differ, where those of the same do not."""
+    is_far = (one - other).abs().max() > TOLERANCE * one.abs().max()
+    return torch.equal(one, same) and bool(is_far)

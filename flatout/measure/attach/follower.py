@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
-from flatout.measure.attach.causality import looks_ahead
+from flatout.measure.attach.causality import looks_ahead, mixes_rows
 from flatout.measure.attach.facts import (
     Rates,
     device_of,
@@ -41,7 +41,7 @@ from flatout.measure.attach.facts import (
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
-from flatout.measure.attach.inputs import Inputs, rows_of, sorted_classes
+from flatout.measure.attach.inputs import Inputs, plain_in, rows_of, sorted_classes
 from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
 from flatout.measure.attach.lines import (
     Line,
@@ -166,8 +166,9 @@ class Follower:
         """Passes of the model without gradients in training mode, since the last step."""
         self._looks_ahead: bool | None = None
         """Whether the model sees the tokens that it predicts. None: this was not tried."""
-        self._given: tuple[nn.Module, Any, Any] | None = None
-        """The model and the inputs of a recorded step."""
+        self._mixes_rows = False
+        self._given = deque[tuple[nn.Module, Any, Any]](maxlen=2)
+        """The model and the inputs of the last recorded steps."""
         self._installed = stack = ExitStack()
         for owner, name, before in (
             (nn.Module, "__call__", self._before_call),
@@ -397,8 +398,8 @@ class Follower:
                 if self._sites is not None and self.steps < SITED_STEPS:
                     self._sites.note_forward(sys._getframe(1))
                 if self.stages is not None and self.stages.recording is not None:
-                    leaves, self._given = tree_leaves((args, kwargs)), (module, args, kwargs)
-                    self.stages.recording.inputs = [one for one in leaves if type(one) is Tensor]
+                    self._given.append((module, args, kwargs))
+                    self.stages.recording.inputs = plain_in((args, kwargs))
             if self.stages is not None:
                 self._set_evaluating(not is_training)
                 if is_training:
@@ -410,17 +411,21 @@ class Follower:
         return after
 
     def try_model(self) -> None:
-        """Try whether the model sees the tokens that it predicts. No step may follow.
+        """Try whether the model sees the tokens that it predicts, or mixes rows of the batch.
 
-        Calls may change what a script keeps in its model, its hooks and its lists.
+        No step may follow: calls may change what a script keeps in its model, its hooks and lists.
         """
         recorder = None if self.stages is None else self.stages.recorder
-        if recorder is None or recorder.predicted is None or self._given is None:
+        if recorder is None or not self._given or self.world_size > 1 or self.run is not None:
             return
-        if self.world_size == 1 and self.run is None:
-            self._looks_ahead = False
-            with suppress(Exception):  # of the model: it may have no evaluation mode
-                self._looks_ahead = looks_ahead(*self._given, recorder.predicted)
+        with suppress(Exception):  # of the model: it may have no evaluation mode
+            if recorder.predicted is not None:
+                self._looks_ahead = False
+                self._looks_ahead = looks_ahead(*self._given[-1], recorder.predicted)
+        with suppress(Exception):
+            first, last = (plain_in(each[1:]) for each in self._given)
+            if not all(map(torch.equal, first, last)):  # one that is always the same has no rows
+                self._mixes_rows = mixes_rows(*self._given[-1])
 
     def _is_training(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -654,6 +659,7 @@ class Follower:
             "dataset": self._hooks.dataset,
             "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
             "looks_ahead": self._looks_ahead,
+            "mixes_rows": self._mixes_rows,
             "tiny_rates": self._rates.tiny / steps,
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
         }

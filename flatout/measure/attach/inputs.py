@@ -18,9 +18,8 @@ WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
 LEAST_EQUAL = 5
 """Batches that must equal the first one."""
-MANY, PIXELS = 64, (100, 255)
-"""Fewest values of an input that tell something, and the largest one of an image in whole numbers.
-"""
+MANY, LARGE, SPREAD = 64, 100, 20
+"""Fewest values of an input that tell something, a large one, and the deviation of large ones."""
 
 
 class Inputs:
@@ -45,7 +44,7 @@ class Inputs:
         if not reads or (used and torch.cuda.is_current_stream_capturing()):
             return
         # operations on other classes of tensors may need all ranks
-        inputs = [one for one in tree_leaves((args, kwargs)) if type(one) is Tensor]
+        inputs = plain_in((args, kwargs))
         with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
             self._padding += padding_of(inputs)
             self._values += values_of(inputs)
@@ -57,7 +56,7 @@ class Inputs:
             "rows": self.rows,
             "padding": statistics.fmean(self._padding) if self._padding else None,
             "constant_inputs": are_known and all(is_constant for is_constant, _ in self._values),
-            "pixel_inputs": are_known and all(are_pixels for _, are_pixels in self._values),
+            "large_inputs": are_known and all(are_large for _, are_large in self._values),
         }
 
 
@@ -104,20 +103,18 @@ def padding_of(inputs: Sequence[Tensor]) -> list[float]:
 
 
 def values_of(inputs: Sequence[Tensor]) -> list[tuple[bool, bool]]:
-    """Return whether all inputs have one value, and whether one is of pixels that are not scaled.
+    """Return whether all inputs have one value, and whether the numbers of one are far from 1.
 
     [] where they are too small to tell. Reading values waits for the device.
     """
     every = [one for one in inputs if one.dim() > 1 and one.numel() >= MANY]
     is_constant = all(bool((one == one.flatten()[0]).all()) for one in every)
-    are_pixels = any(
-        PIXELS[0] < float(one.max()) <= PIXELS[1]
-        and float(one.min()) >= 0
-        and bool((one == one.round()).all())
+    are_large = any(
+        float(one.abs().max()) > LARGE and float(one.float().std()) > SPREAD
         for one in every
         if one.is_floating_point()
     )
-    return [(is_constant, are_pixels)] if every else []
+    return [(is_constant, are_large)] if every else []
 
 
 def classes_in(targets: Tensor) -> tuple[set[int], int]:
@@ -142,6 +139,11 @@ def sorted_classes(seen: Sequence[tuple[set[int], int]]) -> int | None:
     are_few = all(8 * len(classes) <= number for classes, number in seen)
     is_new = len(every) >= 3 * statistics.fmean(len(classes) for classes, _ in seen)
     return len(every) if are_few and is_new else None
+
+
+def plain_in(given: Any) -> list[Tensor]:
+    """Return the tensors of what a call is given, in order, without those of other classes."""
+    return [one for one in tree_leaves(given) if type(one) is Tensor]
 
 
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -54,7 +54,6 @@ class _Looks:
     """Whether its gradients are made in another way than by a plain `backward`."""
     bare: int = 0
     """Steps without a backward pass since the one before."""
-    highest_lr: float | None = None
     backwards: int = 0
     """Backward passes since its last step."""
     had: list[Tensor | None] = field(default_factory=list)
@@ -77,6 +76,10 @@ class _Looks:
     """Which values have had a gradient."""
     moved: list[Tensor] = field(default_factory=list)
     """Which of them have changed."""
+    rates: list[float] = field(default_factory=list)
+    """The highest learning rate at each look."""
+    shares: list[Tensor] = field(default_factory=list)
+    """For each, the change of the values that have had a gradient, as a share of them."""
 
     @property
     def is_done(self) -> bool:
@@ -97,6 +100,8 @@ class Learning:
         """Optimizers whose first weights another one had."""
         self._clips: list[tuple[Line | None, Tensor, float]] = []
         """The line and the norm of gradients that were clipped, and the largest norm allowed."""
+        self._late_clips = 0
+        """Those that followed an optimizer's step before any backward pass."""
         clipping = ExitStack()
         clipping.enter_context(replaced(nn.utils, "clip_grad_norm_", self._clipping))
         self._removes = [
@@ -128,9 +133,12 @@ class Learning:
 
     @property
     def unclipped(self) -> Line | None:
-        """Where gradients are clipped when there are none, which never clips. None: nowhere."""
-        is_vain = len(self._clips) >= LEAST and not any(bool(norm) for _, norm, _ in self._clips)
-        return self._clips[-1][0] if is_vain else None
+        """Where gradients are clipped when there are none, or too late. None: nowhere."""
+        if len(self._clips) < LEAST:
+            return None
+        is_late = self._late_clips == len(self._clips)
+        is_vain = not any(bool(norm) for _, norm, _ in self._clips)
+        return self._clips[-1][0] if is_late or is_vain else None
 
     @property
     def clipped(self) -> tuple[Line | None, float]:
@@ -147,6 +155,10 @@ class Learning:
             if self._removes and len(self._clips) < LOOKS:
                 most = float(args[1] if len(args) > 1 else kwargs["max_norm"])
                 self._clips.append((user_frame(sys._getframe(1)), norm.detach(), most))
+                every = self._looks.values()
+                self._late_clips += bool(every) and not any(
+                    one.backwards or one.is_done for one in every
+                )
             return norm
 
         return clip
@@ -175,7 +187,10 @@ class Learning:
                     "uncleared": _share(one.uncleared),
                     "unmoved": 1 - moved / reached if reached else None,
                     "weights_dtype": str(one.weights[0].dtype).removeprefix("torch."),
-                    "highest_lr": one.highest_lr,
+                    "highest_lr": max(one.rates, default=None),
+                    "updates": float(torch.stack(one.shares).max())
+                    if one.shares and one.rates[:1] >= one.rates[-1:]  # no warm-up
+                    else None,
                     "watched_optimizer": type(optimizer).__name__,
                     "unreached": sum(map(Tensor.numel, lost)) / total,
                     "unreached_names": tuple(names[id(e)] for e in lost if id(e) in names),
@@ -229,7 +244,7 @@ class Learning:
         gradients = _gradients(one.weights)
         one.without.append(are_zero(gradients) if gradients else torch.tensor(True))
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        one.highest_lr = max([*rates, one.highest_lr or 0.0]) if rates else None
+        one.rates += [max(rates)] if rates else []
         now = [weights.grad for weights in one.weights]
         are_same = bool(one.had) and all(
             a is b for a, b in zip(now, one.had, strict=True) if a is not None
@@ -254,8 +269,13 @@ class Learning:
         if one.before:
             one.looks += 1
             each = zip(one.moved, one.reached, one.weights, one.before, strict=True)
+            sizes, changes = list[Tensor](), list[Tensor]()
             for moved, reached, weights, before in each:
-                moved |= reached & (some_of(weights) != before)
+                change = some_of(weights) - before
+                moved |= reached & (change != 0)
+                changes.append((change * reached).abs().double().sum())
+                sizes.append((before * reached).abs().double().sum())
+            one.shares.append(torch.stack(changes).sum() / torch.stack(sizes).sum())
             one.before = []
         one.had = [weights.grad for weights in one.weights]
         one.backwards, one.is_cleared, one.zeros = 0, False, []

@@ -8,6 +8,8 @@ from flatout.measure.rules import row
 
 TIGHT = 1e-3
 """Share of the gradients' norm that clipping leaves only by mistake."""
+TINY_UPDATE = 1e-6
+"""Share of their values by which a step changes the weights only by mistake."""
 LEAST_UNREACHED = 0.1
 """Share of the weights without a gradient that is no part which the model merely does not use."""
 
@@ -70,6 +72,16 @@ GRADIENTS = [
         "Call zero_grad() once per optimizer.step(), after it, and not for each micro-batch.",
         site="lost",
         unless="cleared-gradients",
+    ),
+    row(
+        "mixed-rows",
+        "Outputs for a row of the batch depend on other rows.",
+        lambda e: e.mixes_rows and "spoils",
+        "With another first row, the model's outputs for the other rows of the batch change, in "
+        "evaluation mode as well. Only a model that compares its rows does so by design.",
+        "Look for a softmax, a mean or a norm along dimension 0, and for view() or reshape() where "
+        "dimensions should be exchanged: transpose() or permute().",
+        site="padding",
     ),
     row(
         "new-optimizers",
@@ -139,6 +151,16 @@ GRADIENTS = [
         site="clipped",
     ),
     row(
+        "tiny-updates",
+        "Each step changes the weights by next to nothing.",
+        lambda e: 0 < (e.updates or 0.0) < TINY_UPDATE and "spoils",
+        "Each step of {e.watched_optimizer} changes the weights by at most {e.updates:.1g} of "
+        "their values: thousands of steps learn nothing.",
+        "Raise the learning rate, {e.highest_lr}: updates of a thousandth are usual.",
+        site="optimizer step",
+        unless="unmoved-weights cleared-gradients tight-clipping",
+    ),
+    row(
         "training-mode",
         "The model is evaluated in training mode.",
         lambda e: e.site("training-mode") and "spoils",
@@ -158,14 +180,14 @@ GRADIENTS = [
     ),
     row(
         "unclipped-gradients",
-        "Gradients are clipped when there are none.",
+        "Gradients are clipped when there are none, or after the step that uses them.",
         # where the loss is lost, this is the reason
         lambda e: (
             e.site("unclipped")
             and ("spoils" if all(math.isfinite(loss) for _, loss in e.losses or ()) else "fails")
         ),
-        "The gradients that {site} clips are all zero, or not there: those of the step are not "
-        "clipped.",
+        "The gradients that {site} clips are all zero, not there, or those of the step before: no "
+        "step uses clipped ones.",
         "Call clip_grad_norm_() between backward() and step().",
         site="unclipped",
         unless="cleared-gradients",

@@ -39,10 +39,10 @@ INPUTS = [
     ),
     row(
         "unscaled-inputs",
-        "The model is given pixels from 0 to 255.",
-        lambda e: e.pixel_inputs and "warns",
-        "The model is given whole numbers up to 255, as of pixels: the first updates are too "
-        "large.",
+        "The model is given numbers that are far from 1, such as pixels up to 255.",
+        lambda e: e.large_inputs and "warns",
+        "The model is given numbers of which many are above 20, and some above 100: updates are "
+        "too large, or units saturate.",
         "Scale them: images / 255, less their mean, divided by their standard deviation.",
         site="padding",
     ),

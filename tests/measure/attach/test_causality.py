@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flatout.measure.attach.causality import are_own, looks_ahead, predicted
+from flatout.measure.attach.causality import are_own, looks_ahead, mixes_rows, predicted
 from flatout.measure.attach.follower import Follower
 
 TOKENS = torch.randint(1, 50, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -63,6 +63,39 @@ def test_a_model_whose_outputs_depend_on_later_tokens_is_found(name):
     assert (model.training, model.rnn.training) == (True, False)
 
 
+IMAGES = torch.rand(6, 3, 8, generator=torch.Generator().manual_seed(0))
+ROWS = {
+    "a model of rows": (lambda x: x.tanh(), False),
+    "a softmax of the rows": (lambda x: x.cumsum(1).softmax(0), True),
+    "a mean that is taken off": (lambda x: (x - x.mean(0)).cumsum(1), True),
+    "dimensions that are taken for others": (lambda x: x.reshape(8, 6, 3).transpose(0, 1), True),
+    "dimensions that are exchanged": (lambda x: x.permute(2, 0, 1).transpose(0, 1), False),
+    "rows and time in one": (lambda x: x.cumsum(1).flatten(0, 1), False),
+    "time first": (lambda x: x.cumsum(0), False),
+    "time first, the last of it": (lambda x: x.cumsum(0)[-1], False),
+    "pairs of rows": (lambda x: x.flatten(1) @ x.flatten(1).T, False),
+    "a loss": (lambda x: x.softmax(0).mean(), False),
+    "noise": (lambda x: x.softmax(0) + next(NOISE), False),
+    "a constant": (lambda x: torch.ones(6, 3), False),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_model_whose_rows_depend_on_each_other_is_found(name):
+    compute, is_found = ROWS[name]
+    model = nn.Module()
+    model.forward = lambda x, times=None: compute(x)
+    assert mixes_rows(model, (IMAGES,), {}) is is_found
+    assert mixes_rows(model, (), {"x": IMAGES, "times": torch.ones(6)}) is is_found
+    assert not mixes_rows(model, (IMAGES, torch.ones(2, 6)), {})  # as of a state
+    assert not mixes_rows(model, (IMAGES, torch.ones(6, 6)), {})  # as of a graph
+    assert not mixes_rows(model, (IMAGES[:1],), {})
+
+
+def test_batch_norm_mixes_no_rows_in_evaluation():
+    assert not mixes_rows(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(24)), (IMAGES,), {})
+
+
 def test_inputs_whose_next_tokens_are_targets_are_recognised():
     mask = torch.ones_like(TOKENS)
     later = TOKENS[:, 1:]
@@ -88,7 +121,7 @@ def fails_in_evaluation(model, x):
 @pytest.mark.parametrize(
     ("tries", "mix", "answer", "more"),
     [
-        (True, attention(1), True, 3),
+        (True, attention(1), True, 3 + 4),
         (True, fails_in_evaluation, False, 0),
         (False, attention(1), None, 0),
     ],

@@ -93,10 +93,11 @@ IMAGES = (255 * torch.rand(6, 8, 3, 16, generator=torch.Generator().manual_seed(
         (lambda step: [torch.zeros(8, 16), IMAGES[step] / 255], ""),
         (lambda step: [torch.zeros(8, 16) if step else IMAGES[0] / 255], ""),
         (lambda step: [torch.zeros(8)], ""),  # the time of a differential equation
-        (lambda step: [IMAGES[step]], "pixel_inputs"),
+        (lambda step: [IMAGES[step]], "large_inputs"),
         (lambda step: [IMAGES[step].long()], ""),  # tokens
-        (lambda step: [IMAGES[step] - 128], ""),
-        (lambda step: [IMAGES[step] + 0.5], ""),
+        (lambda step: [IMAGES[step] - 128], "large_inputs"),
+        (lambda step: [IMAGES[step] / 10], ""),
+        (lambda step: [IMAGES[step] / 25 + 1000], ""),  # near each other, as days are
     ],
 )
 def test_inputs_whose_values_tell_nothing_or_are_not_scaled_are_noticed(pass_, found):
@@ -104,7 +105,7 @@ def test_inputs_whose_values_tell_nothing_or_are_not_scaled_are_noticed(pass_, f
     for step in range(6):
         inputs.look(pass_(step), {}, reads=True)
     seen = inputs.found()
-    assert {name for name in ("constant_inputs", "pixel_inputs") if seen[name]} == {*found.split()}
+    assert {name for name in ("constant_inputs", "large_inputs") if seen[name]} == {*found.split()}
 
 
 LABELS = torch.arange(2000) // 100

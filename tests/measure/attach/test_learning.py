@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatout.measure.attach.learning import Learning
-from flatout.measure.evidence import Evidence
+from flatout.measure.evidence import CallSite, Evidence
 from flatout.measure.rules import rules
 
 HEAD = """
@@ -81,6 +81,10 @@ sparse.zero_grad()
 backward(table(torch.tensor([1, 2])).square().mean())
 sparse.step()
 """,
+    "a warm-up": """
+optimizer.param_groups[0]["lr"] = 1e-7 * (1 + next(space.setdefault("steps", iter(range(99)))))
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+""",
     "a frozen half": """
 net.weight.requires_grad_(False)
 backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
@@ -111,6 +115,18 @@ backward(loss_of(net)); optimizer.step(); optimizer.step(); optimizer.zero_grad(
 backward(loss_of(net)); nn.utils.clip_grad_norm_(net.parameters(), 1e-6)
 optimizer.step(); optimizer.zero_grad()
 """,
+    "unclipped-gradients": """
+backward(loss_of(net)); optimizer.step(); nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+optimizer.zero_grad()
+""",
+    "unclipped-gradients without any": """
+optimizer.zero_grad(); nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+backward(loss_of(net)); optimizer.step()
+""",
+    "tiny-updates": """
+optimizer.param_groups[0]["lr"] = 1e-7
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+""",
     "unmoved-weights": """
 optimizer.param_groups[0]["lr"] = 0.0
 backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
@@ -134,6 +150,9 @@ def findings(loop: str, steps: int = 14) -> dict[str, str]:
         for _ in range(steps):
             exec(code, space)
         evidence = Evidence(source="script", step_s=0.1, **learning.found())
+        if learning.unclipped is not None:
+            place = CallSite(file="loop", line=1, text="")
+            evidence = evidence.model_copy(update={"sites": {"unclipped": (place,)}})
     finally:
         learning.close()
     every = (rule.look(evidence) for rule in rules())

@@ -123,6 +123,8 @@ cpu:
   dense-gradients: {full_rows: 0.01, largest_share: 0.9, optimizer_s: 0.03, site: optimizer}
   new-optimizers: {new_optimizers: 1.0, site: optimizer}
   probabilities-as-logits: {site: normalised}
+  mixed-rows: {mixes_rows: true, site: padding}
+  tiny-updates: {updates: 1.0e-8, highest_lr: 1.0e-9, site: optimizer}
   seen-targets: {looks_ahead: true, site: padding}
   same-batch: {same_rows: 8, dataset_rows: 500, site: padding}
   tracing: {tracer: cProfile}
@@ -134,7 +136,7 @@ cpu:
   sorted-data: {only_classes: 4, site: rows}
   tight-clipping: {clipped_to: 1.0e-5, site: clipped}
   training-mode: {site: training-mode}
-  unscaled-inputs: {pixel_inputs: true, site: padding}
+  unscaled-inputs: {large_inputs: true, site: padding}
   unshifted-targets: {site: unshifted}
   unreached-weights: {unreached: 0.4, unreached_names: [encoder.weight], site: optimizer}
   unregistered-weights: {unregistered: [layers], wasted_gradients: 0.7}
