@@ -19,6 +19,8 @@ from flatout.storage.files import Stored
 
 DECIDED = "the script decides it there"
 """Why an argument that is an expression is left alone. Said where no other call can be edited."""
+EXACT = r"{0}\.(?:argmax|shape|size)\b|\bargmax\({0}"
+"""What reads of a result its type does not change."""
 Made = dict[tuple[int, int, str], bytes]
 """New text by the bytes that it replaces, and by what it is if it replaces none."""
 
@@ -264,7 +266,11 @@ class _Source:
         inner = {name for one in block[first:last] for name in _names(one, ast.Store)}
         made: Made = {}
         for statement in block[last:]:  # which reads fp32 so far
+            text = ast.unparse(statement)
             for name in sorted(inner & {*site.floats} & _names(statement, ast.Load)):
+                one = rf"(?<![\w.]){re.escape(name)}\b"
+                if not re.search(one, re.sub(EXACT.format(one), "", text)):
+                    continue
                 at = self._starts[end]
                 made[at, at, name] = before + f"{name} = {name}.float()".encode() + self._newline
                 inner.discard(name)

@@ -77,6 +77,7 @@ def sites_in(path, names=None) -> list[Site]:
                 is_direct=name != "train",
                 parameters=PARAMETERS.get(name, ()),
                 names={"model": "model", "torch": "torch"} if names is None else names,
+                floats=["out"],
             )
         )
     return found
@@ -185,6 +186,17 @@ WRAPPED = [
         "    print(1)\n    loss.backward()\n    o.step()\n",
         "for x, y in d:\n    o.zero_grad()\n    with torch.autocast('cpu'):\n        out = model(x)"
         "\n\n        loss = f(out, y)  # mean\n    print(1)\n    loss.backward()\n    o.step()\n",
+    ),
+    (  # what reads its values gets fp32, as before
+        "out = model(x)\nloss = f(out)\nloss.backward()\nn += out.argmax(1) == y\nseen += out\n",
+        "with torch.autocast('cpu'):\n    out = model(x)\n    loss = f(out)\nout = out.float()\n"
+        "loss.backward()\nn += out.argmax(1) == y\nseen += out\n",
+    ),
+    (  # which of them is the largest is the same
+        "out = model(x)\nloss = f(out)\nloss.backward()\nn += argmax(out, 1) == y\n"
+        "n += out.shape[0] + out.argmax(1).sum()\n",
+        "with torch.autocast('cpu'):\n    out = model(x)\n    loss = f(out)\nloss.backward()\n"
+        "n += argmax(out, 1) == y\nn += out.shape[0] + out.argmax(1).sum()\n",
     ),
     (  # what the gradient needs is divided, and scaled
         "loss = model(x).mean()\nloss = loss / 4\nif ready:\n    s.scale(loss).backward()\n",
