@@ -25,10 +25,19 @@ class Curve:
     """Where the name stands, and how it is anchored there; None: in the corner."""
 
 
-def beside(charts: Iterable[str], height: int = HEIGHT) -> str:
+def beside(charts: Iterable[str]) -> str:
     """Return charts beside each other as one picture."""
     shown = [f'<g transform="translate({n * WIDTH},0)">{one}</g>' for n, one in enumerate(charts)]
-    width = WIDTH * max(1, len(shown))
+    return _picture(shown, WIDTH * max(1, len(shown)), HEIGHT)
+
+
+def below(charts: Sequence[str], height: int) -> str:
+    """Return charts of a height below each other as one picture, which a narrow page can show."""
+    shown = [f'<g transform="translate(0,{n * height})">{one}</g>' for n, one in enumerate(charts)]
+    return _picture(shown, WIDTH, height * len(shown))
+
+
+def _picture(shown: Sequence[str], width: int, height: int) -> str:
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" font-size="12">'

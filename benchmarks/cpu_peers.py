@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import BAR, GREY, TOP, bars, beside
+from charts import BAR, GREY, TOP, bars, below
 from gpu_worker import PEERS, data
 from measurement import facts, in_turns, json_lines, markdown, parser, publish, spread, verdict
 
@@ -118,7 +118,7 @@ def picture(found: dict[str, Any]) -> str:
         rows = dict(sorted(best.items(), key=lambda one: -one[1]))
         colours = [BLUE if one.startswith("flatout") else GREY for one in rows]
         charts.append(bars(f"{TITLES[name]}, tokens/s", rows, colours))
-    return beside(charts, TOP + BAR * len(rows))
+    return below(charts, TOP + BAR * len(rows))
 
 
 def ways_of(name: str, folder: Path, peers: Path, jax: str | None) -> dict[str, Any]:
