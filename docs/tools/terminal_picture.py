@@ -96,7 +96,8 @@ def main() -> None:
     files = [Path(word).resolve() for word in words if Path(word).is_file()]
     words = [Path(word).name if Path(word).is_file() else word for word in words]
     program = [sys.executable, "-m", *words] if words[0] == "flatout" else words
-    os.environ["PYTHONPATH"] = str(PICTURE.parents[2])
+    os.environ.pop("NO_COLOR", None)
+    os.environ |= {"PYTHONPATH": str(PICTURE.parents[2]), "TERM": "xterm-256color"}
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
             shutil.copy(file, folder)

@@ -270,7 +270,15 @@ def _show(result: Result, as_json: bool) -> None:
 
     stream = sys.stderr if as_json else sys.stdout
     if text := terminal_text(result.display(), columns() if stream.isatty() else None):
-        print(printable(text), file=stream)  # it may quote files of a run from elsewhere
+        text = printable(text)  # it may quote files of a run from elsewhere
+        if stream.isatty():
+            from rich.console import Console
+
+            from flatout.cli.terminal.lines import coloured
+
+            Console(file=stream).print(coloured(text), soft_wrap=True)
+        else:
+            print(text, file=stream)
     if as_json:  # pydantic writes NaN as null. Plain ASCII passes every terminal and pipe
         print(json.dumps(json.loads(result.model_dump_json())))
 

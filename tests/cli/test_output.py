@@ -113,3 +113,26 @@ def test_a_result_cannot_control_the_terminal(capsys):
     assert shown.err.splitlines() == lines
     as_json = '{"words": "a\\u001b[2J\\r\\u009b1mb\\n\\tc"}'
     assert shown.out.splitlines() == [as_json, *lines, *lines]
+
+
+class Screen(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({}, "\x1b[1mLoss\x1b[0m  1.5 \ufffd[2J. Next: \x1b[36m`flatout train`\x1b[0m\n"),
+        ({"TERM": "dumb"}, "Loss  1.5 \ufffd[2J. Next: `flatout train`\n"),
+    ],
+)
+def test_commands_and_names_stand_out_on_a_terminal_with_colours(environment, shown, monkeypatch):
+    for name, value in ({"TERM": "xterm", "COLUMNS": "80"} | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", Screen())
+    cli._show(Greeting(words="Loss  1.5 \x1b[2J. Next: `flatout train`"), False)
+    assert sys.stdout.getvalue() == shown

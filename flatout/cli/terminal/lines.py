@@ -36,6 +36,23 @@ WIDE = 100
 """Columns of a terminal from which there is a bar."""
 
 
+COLOURS = {
+    r"`[^`\n]+`": "cyan",
+    r"(?m)^Alarm:.*": "yellow",
+    r"(?m)\bloss \d+\.\d+": "bold",
+    r"(?m)^[A-Z][a-z ]*[a-z](?=  )": "bold",
+}
+"""What stands out in a text, by its pattern: commands, alarms, losses, names of values."""
+
+
+def coloured(text: str) -> Text:
+    """Return a text with `COLOURS`, which a console leaves out for NO_COLOR or TERM=dumb."""
+    shown = Text(text)
+    for pattern, style in COLOURS.items():
+        shown.highlight_regex(pattern, style)
+    return shown
+
+
 def clean(text: str) -> str:
     """Return text without secrets in URLs and without characters that move the cursor."""
     return printable(without_secrets(text))
@@ -164,7 +181,7 @@ class Terminal:
         """Print one permanent line. A terminal wraps it at spaces."""
         line = clean(line)
         text = wrapped(line, self.console.width) if self.interactive else line
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(coloured(text), soft_wrap=True)
 
     def close(self) -> None:
         """Remove the lines in progress, for example before an error is printed."""

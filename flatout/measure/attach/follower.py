@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
@@ -159,14 +158,13 @@ class Follower:
         self._used, self._next_look_s = list[float](), 0.0
         self._traced, self._tracer = 0, ""
         """Steps in which a profiler or debugger of the script was on, and what it is."""
-        self._has_anomaly_detection = self._in_autocast = False
+        self._has_anomaly_detection = self._in_autocast = self._mixes_rows = False
         self._rates, self._seeds = Rates(), dict[Any, Any]()
         """The last seed of each package."""
         self._passes_in_training_mode = 0
         """Passes of the model without gradients in training mode, since the last step."""
         self._looks_ahead: bool | None = None
         """Whether the model sees the tokens that it predicts. None: this was not tried."""
-        self._mixes_rows = False
         self._given = deque[tuple[nn.Module, Any, Any]](maxlen=2)
         """The model and the inputs of the last recorded steps."""
         self._installed = stack = ExitStack()

@@ -177,6 +177,18 @@ def test_what_cannot_redraw_a_line_gets_plain_lines(
     assert Terminal(console).interactive == interactive
 
 
+def test_alarms_losses_and_commands_stand_out():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    terminal = Terminal(console)
+    for line in ("Alarm: [slow]", "Step 3: validation loss 1.25", "Run `flatout runs`."):
+        terminal.say(line)
+    assert text_of(terminal).splitlines() == [
+        "\x1b[33mAlarm: [slow]\x1b[0m",
+        "Step 3: validation \x1b[1mloss 1.25\x1b[0m",
+        "Run \x1b[36m`flatout runs`\x1b[0m.",
+    ]
+
+
 def test_text_is_neither_markup_nor_control_characters_nor_a_secret():
     terminal = plain(Clock())
     with terminal.task("Reading HTTP://u:PASS@host/a\x1b[2J") as task:
