@@ -14,7 +14,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 97_716,
     "data": 59_071,
-    "training": 55_457,
+    "training": 55_485,
     "cli": 24_468,
     "models": 23_165,
     "assembly": 17_176,

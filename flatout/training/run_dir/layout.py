@@ -97,13 +97,18 @@ def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | Non
     config = read_config(folder)
     if config is not None:
         trust.require_trusted(folder, config.references(), trust_code=trust_code)
-        from flatout.models.language_model import model_of  # imports torch
-
-        try:
-            model_of(config)
-        except ConfigError as error:
-            raise ConfigError(f"{folder / CONFIG}: {error.what}", fix=error.fix) from error
+        require_model(folder, config)
     return config
+
+
+def require_model(folder: Path, config: RunConfig) -> None:
+    """Check the keys of the model of a run's trusted configuration. Raises: ConfigError."""
+    from flatout.models.language_model import model_of  # imports torch
+
+    try:
+        model_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG}: {error.what}", fix=error.fix) from error
 
 
 def read_config(folder: Path) -> RunConfig | None:

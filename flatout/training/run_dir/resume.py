@@ -21,7 +21,7 @@ from flatout.config.schema import (
 from flatout.errors import ConfigError, in_shell
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.data_location import moved_data
-from flatout.training.run_dir.layout import CONFIG, read_config, read_requested
+from flatout.training.run_dir.layout import CONFIG, read_config, read_requested, require_model
 from flatout.training.run_dir.runlog import RunLog
 
 FREE_KEYS = (
@@ -122,6 +122,7 @@ def config_to_resume(
     trust.require_trusted(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
+    require_model(folder, stored)
     return continued(
         stored,
         first,

@@ -69,7 +69,8 @@ def test_the_patch_is_of_the_whole_repository(tmp_path):
     inside = tmp_path / "examples"
     inside.mkdir()
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    slow = "import torch\ntorch.autograd.set_detect_anomaly(True)\n"
+    plain = "import torch\n\ntorch.manual_seed(0)\n"
+    slow = f"{plain}torch.autograd.set_detect_anomaly(True)\n"
     (tmp_path / "shared.py").write_text(slow)
     script = SCRIPT.replace("torch.autograd.set_detect_anomaly(True)", "import shared")
     (inside / "train.py").write_text(f"import sys\nsys.path.insert(0, '..')\n{script}")
@@ -77,7 +78,7 @@ def test_the_patch_is_of_the_whole_repository(tmp_path):
     done = flatout(inside, "tune", *words, "--", sys.executable, "train.py")
     command = next(line for line in done.stdout.splitlines() if "git -C .. apply" in line)
     subprocess.run(command.partition(": ")[2], cwd=inside, shell=True, check=True)
-    assert (tmp_path / "shared.py").read_text() == "import torch\n"
+    assert (tmp_path / "shared.py").read_text() == plain
 
 
 @pytest.mark.faults

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from flatout.cli.commands.train import train
+from flatout.errors import ConfigError
 from flatout.storage.json_io import LineReader
 from flatout.training import finish
 from flatout.training.metrics.log import Log
@@ -92,3 +93,14 @@ def test_a_resume_says_that_the_settings_were_edited(
     train(config.with_values({"checkpoint.every_steps": 2}), run=run, progress=messages)
     said = [line for line in messages.lines if "Settings in config.yaml have changed" in line]
     assert said == ["Settings in config.yaml have changed since step-2."] * is_edited
+
+
+def test_a_resume_names_the_file_whose_model_has_an_unknown_key(config, tmp_path, killed_in):
+    run = tmp_path / "run"
+    with killed_in(finish, "save_last"):
+        train(config.with_values({"checkpoint.every_steps": 2}), run=run)
+    stored = run / "config.yaml"
+    stored.write_text(stored.read_text().replace("num_layers:", "num_layerz:"))
+    with pytest.raises(ConfigError) as refused:
+        train(config.with_values({"checkpoint.every_steps": 2}), run=run)
+    assert refused.value.what == f"{stored}: There is no config key 'model.num_layerz'."
