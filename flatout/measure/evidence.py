@@ -238,8 +238,9 @@ class Evidence(Stored):
     used), created (weights that are new in each step),
     normalised (a loss that takes logits and is given probabilities), rounded (one that is given
     probabilities, which bf16 rounds), growing (more work in each
-    step), rows (a batch size of 1), broadcast (a column and a row that make a square), not-finite
-    (the first result that is not)."""
+    step), looped (the same weights in many calls that do not need each other), rows (a batch
+    size of 1), broadcast (a column and a row that make a square), not-finite (the first result
+    that is not)."""
     kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""
 
@@ -446,6 +447,8 @@ class Evidence(Stored):
     """Share of an optimizer's steps that use the gradients of the step before again."""
     clipped_to: float = 1.0
     """Largest share of the gradients' norm that clipping left in the early steps."""
+    halved_after: Number = None
+    """Steps in which the learning rate halves, if it falls by equal factors."""
     tiny_rates: float = 0.0
     """Share of the steps with a learning rate of next to nothing, compared with the highest one."""
     same_rows: Count = None
@@ -509,6 +512,12 @@ class Evidence(Stored):
     def unreached_words(self) -> str:
         """The names of weights without a gradient, in brackets."""
         return f" ({shortened(self.unreached_names, 3)})" if self.unreached_names else ""
+
+    @property
+    def rate_words(self) -> str:
+        """How soon the learning rate falls."""
+        soon = self.halved_after
+        return f": it halves every {soon:.0f} steps" if soon else ""
 
     @property
     def lacks_shared(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from flatout.config.registry import is_user_code
 from flatout.measure.evidence import Evidence
 
+MOST_RATES, SAME = 500, 1e-3
+"""Learning rates that are kept, and how far factors are apart that are the same."""
 TINY_RATE = 1e-4
 """Share of the highest learning rate below which nothing is learned."""
 
@@ -20,6 +24,8 @@ class Rates:
 
     def __init__(self) -> None:
         self._highest = 0.0
+        self._all: list[float] = []
+        """Those of the first steps."""
         self.tiny = 0
         """Steps whose rate is next to nothing beside the highest one before."""
 
@@ -28,7 +34,21 @@ class Rates:
         rate = optimizer.param_groups[0].get("lr")
         if isinstance(rate, (int, float)):  # reading a tensor may wait for a GPU
             self._highest = max(rate, self._highest)
+            self._all += [float(rate)] if len(self._all) < MOST_RATES else []
             self.tiny += rate < TINY_RATE * self._highest
+
+    def halved_after(self) -> float | None:
+        """Return the steps in which the rate halves, if it falls by equal factors, or None."""
+        falls = [
+            (step, now / before)
+            for step, (before, now) in enumerate(pairwise(self._all))
+            if 0 < now < before
+        ]
+        factors = [factor for _, factor in falls]
+        if len(falls) < 2 or max(factors) - min(factors) > SAME * max(factors):
+            return None
+        steps = (falls[-1][0] - falls[0][0]) / (len(falls) - 1)
+        return steps * math.log(0.5) / math.log(factors[0])
 
 
 def moved(found: Evidence, seconds: float) -> dict[str, float | None]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
@@ -40,7 +41,7 @@ from flatout.measure.attach.facts import (
 from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
-from flatout.measure.attach.inputs import Inputs, plain_in, rows_of, sorted_classes
+from flatout.measure.attach.inputs import Inputs, plain_in, rows_of
 from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
 from flatout.measure.attach.lines import (
     Line,
@@ -435,9 +436,9 @@ class Follower:
         """
         key = self._key(module)
         if not torch.is_grad_enabled():
-            is_rollout = module.training and 0 < (rows_of(args, kwargs) or 0) < (
-                self._inputs.rows or 0
-            )
+            rows, most = rows_of(args, kwargs) or 0, self._inputs.rows or 0
+            makes_data = self._optimizers.has_others and module is not self.model
+            is_rollout = module.training and (makes_data or 0 < rows < most)
             self._rollouts += is_rollout and key in self._trained
             self._passes_in_training_mode += (
                 module.training and not is_rollout and module is self.model
@@ -514,12 +515,13 @@ class Follower:
             return None
         if self._sites is not None and self.steps < SITED_STEPS:
             self._sites.note_backward(sys._getframe(1))
-        self._learning.before_backward(is_plain=adds)
+        asked = None if adds else args[1] if len(args) > 1 else kwargs.get("inputs", ())
+        self._learning.before_backward(None if adds else tree_leaves(asked))
         if self.world_size > 1 and roots[0].requires_grad:
             roots[0].register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             if adds and not self._optimizers.has_others:  # whose passes may be of other models
                 self._reduced += getattr(self.model, "require_backward_grad_sync", False)
-        self._note_loss(roots)
+        self._note_loss(roots, adds=adds)
         if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
             self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
         if self.run is not None:  # it states its phases
@@ -536,9 +538,9 @@ class Follower:
         wait = partial(self.enter, "communication")
         guarded(torch.autograd.Variable._execution_engine.queue_callback)(wait)
 
-    def _note_loss(self, roots: list[Tensor]) -> None:
+    def _note_loss(self, roots: list[Tensor], *, adds: bool) -> None:
         if self.stages is not None and self.stages.recording is not None:
-            self.stages.recording.note_backward(roots)
+            self.stages.recording.note_backward(roots, adds=adds)
         loss = loss_in(roots)
         if self._has_loss or loss is None:
             return
@@ -614,8 +616,7 @@ class Follower:
             if recorder.work is not None:
                 calls_s = found.work_s + (found.host_s or 0.0) + (found.other_s or 0.0)
                 sites |= recorder.work.sites(stages.called_steps, calls_s)
-            if len(recorder.classes) == stages.called_steps:  # one loss in each
-                update["only_classes"] = sorted_classes(recorder.classes)
+            update["only_classes"] = recorder.sorted_classes(stages.called_steps)
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
@@ -659,6 +660,7 @@ class Follower:
             "looks_ahead": self._looks_ahead,
             "mixes_rows": self._mixes_rows,
             "tiny_rates": self._rates.tiny / steps,
+            "halved_after": self._rates.halved_after(),
             "evaluates_with_gradients": self._evaluations_with_gradients > 0,
         }
         if self._traced > steps / 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,8 @@ MIN_WIDTH = 32
 """Fewest tokens of a row from which padding counts."""
 WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
+MIXED = 0.6
+"""Share of the classes that a shuffled batch has up to which batches are sorted."""
 LEAST_EQUAL = 5
 """Batches that must equal the first one."""
 MANY, LARGE, SPREAD = 64, 100, 20
@@ -117,28 +120,28 @@ def values_of(inputs: Sequence[Tensor]) -> list[tuple[bool, bool]]:
     return [(is_constant, are_large)] if every else []
 
 
-def classes_in(targets: Tensor) -> tuple[set[int], int]:
-    """Return the classes that targets have, and the number of targets. None of them: 0."""
-    if targets.is_floating_point():
-        return set(), 0
+def classes_in(targets: Tensor) -> Counter[int]:
+    """Return how often targets have each class. Floats have none."""
     known = targets[targets >= 0]  # negative ones are ignored
-    return {*known.unique().tolist()}, known.numel()  # type: ignore[no-untyped-call]
+    if targets.is_floating_point():
+        return Counter()
+    values, numbers = known.unique(return_counts=True)  # type: ignore[no-untyped-call]
+    return Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
 
 
-def sorted_classes(seen: Sequence[tuple[set[int], int]]) -> int | None:
+def sorted_classes(seen: Sequence[Counter[int]]) -> int | None:
     """Return the number of classes in successive batches, if each batch has few of them.
 
     `seen` is what `classes_in` returns for each. None: they are mixed, or too few to tell.
     """
-    every = set[int]().union(*(classes for classes, _ in seen))
-    if len(seen) < LEAST_EQUAL or any(number < MANY / 8 for _, number in seen):
+    every = sum(seen, Counter[int]())
+    if len(seen) < LEAST_EQUAL or any(one.total() < MANY / 8 for one in seen):
         return None
-    if all(len(classes) == 1 for classes, _ in seen):
-        is_sure = len(every) > 1 or sum(number for _, number in seen) >= 4 * MANY  # some are rare
-        return len(every) if is_sure else None
-    are_few = all(8 * len(classes) <= number for classes, number in seen)
-    is_new = len(every) >= 3 * statistics.fmean(len(classes) for classes, _ in seen)
-    return len(every) if are_few and is_new else None
+    if len(every) == 1:
+        return 1 if every.total() >= 4 * MANY else None  # others may be rare
+    rows = every.total() / len(seen)
+    mixed = sum(1 - (1 - number / every.total()) ** rows for number in every.values())
+    return len(every) if statistics.fmean(map(len, seen)) <= MIXED * mixed else None
 
 
 def plain_in(given: Any) -> list[Tensor]:

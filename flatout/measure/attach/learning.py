@@ -11,7 +11,7 @@ import functools
 import gc
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,15 +115,19 @@ class Learning:
         while self._removes:
             self._removes.pop()()
 
-    def before_backward(self, *, is_plain: bool) -> None:
-        """Note what gradients there are. `is_plain`: autograd adds to them."""
+    def before_backward(self, asked: Sequence[Any] | None = None) -> None:
+        """Note what gradients there are. `asked`: what autograd returns the gradients of instead of
+        adding to them.
+        """
         looks = [one for one in self._looks.values() if not one.is_done]
         if self._steps > MOST_STEPS or (self._looks and not looks):
             self.close()  # not in a hook: torch goes through them
         if not self._removes:
             return
         for one in looks:
-            one.is_odd |= not is_plain
+            if asked is not None:  # such as those of inputs, for a penalty
+                one.is_odd |= any(each is weights for each in asked for weights in one.weights)
+                continue
             one.backwards += 1
             if not one.is_cleared:
                 gradients = _gradients(one.weights)

@@ -23,9 +23,15 @@ ARGUMENTS = {"self": 0, "input": 0, "other": 1, "target": 1, "weight": 1}
 ARGUMENTS |= {"mat1": 1, "batch1": 1, "mat2": -1, "batch2": -1}
 """Which argument of an operation a value is that its node has saved. Others are results."""
 
+FIRST = 2
+"""Losses in which roots of 0 are looked for."""
 MAKERS = re.compile(r"Div|Exp|Log|Pow|Reciprocal|Rsqrt|Sqrt")
 """Names of nodes whose results may be not finite although their arguments are. Others are taken to
 pass values on."""
+
+
+STEEP = re.compile("Sqrt|Pow")
+"""Names of nodes whose gradients may be infinite where their arguments are 0."""
 
 
 class Origin:
@@ -34,6 +40,9 @@ class Origin:
     def __init__(self) -> None:
         self._bad: tuple[int, str] | None = None
         """The place of the node that made the first value, and its name."""
+        self._steep: tuple[int, str] | None = None
+        """That of a root of 0 in the first losses, whose gradient is not finite."""
+        self._looks = 0
         self.is_data = False
         """Whether no operation with a graph has made it: it is part of the data."""
         self._recorded: dict[tuple[int, str] | None, Line] = {}
@@ -51,10 +60,15 @@ class Origin:
             return
         is_bad = self._bad is None and not math.isfinite(loss.item())
         is_new = LINE in root.metadata and not self._recorded
-        if not (is_bad or is_new):
+        self._looks += 1
+        is_first = self._looks <= FIRST
+        if not (is_bad or is_new or is_first):
             return
         nodes, line = nodes_below(root), None
         for place, node in enumerate(nodes):
+            is_steep = STEEP.match(node.name()) and getattr(node, "_saved_exponent", 0) < 1
+            if is_first and is_steep and any((each == 0).any() for each in _saved(node).values()):
+                self._steep = place, node.name()
             line = node.metadata.get(LINE, line)  # an operation's inner nodes follow it
             if is_new and line is not None:
                 self._recorded[place, node.name()] = line
@@ -76,7 +90,9 @@ class Origin:
         ):
             (node,) = below
         # those of weights come from the step before
-        self._bad = nodes.index(node), "" if hasattr(node, "variable") else node.name()
+        is_weight = hasattr(node, "variable")
+        self._bad = self._steep if is_weight else None
+        self._bad = self._bad or (nodes.index(node), "" if is_weight else node.name())
 
 
 def nodes_below(root: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import weakref
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatout.config.registry import is_user_code
 from flatout.measure.attach.causality import are_own, predicted
 from flatout.measure.attach.guard import guarded
-from flatout.measure.attach.inputs import classes_in
+from flatout.measure.attach.inputs import classes_in, sorted_classes
 from flatout.measure.attach.lines import (
     MIN_SAMPLES,
     Line,
@@ -81,8 +81,8 @@ class CallRecorder(TorchFunctionMode):
         """
         self.found = LineTotals()
         """Lines of `op`, `softmax`, `float64`, `broadcast` and others, as in `Evidence.sites`."""
-        self.classes: list[tuple[set[int], int]] = []
-        """For each loss of classes, those that its targets have, and their number."""
+        self.classes = defaultdict[tuple[Line, int], list[Counter[int]]](list)
+        """For each loss of classes, those of its targets, by line and number of all classes."""
         self._phase = phase
         self._open: list[tuple[Any, Line]] = []
         """Nodes that no backward pass has gone through, and the lines that made them."""
@@ -120,8 +120,11 @@ class CallRecorder(TorchFunctionMode):
         if self.work is not None:
             self.work.end_step()
 
-    def note_backward(self, roots: Sequence[Tensor]) -> None:
-        """Note which lines a backward pass from some tensors goes through."""
+    def note_backward(self, roots: Sequence[Tensor], *, adds: bool = True) -> None:
+        """Note which lines a backward pass from some tensors goes through.
+
+        `adds`: it adds to the gradients of weights, which ends a micro-batch.
+        """
         nodes = [one.grad_fn for one in roots]
         reached = set()
         while nodes:
@@ -134,7 +137,7 @@ class CallRecorder(TorchFunctionMode):
         line = lines[0] if lines else None
         if self.work is not None:
             with torch._C.DisableTorchFunction():
-                self.work.note_backward(reached, line, tuple(lines[1:]))
+                self.work.note_backward(reached, line, tuple(lines[1:]), adds=adds)
         if line is not None:  # the pass also starts there
             self.trains.add(line)
         self._open = [each for each in self._open if each[0] not in reached]
@@ -207,12 +210,21 @@ class CallRecorder(TorchFunctionMode):
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
 
+    def sorted_classes(self, steps: int) -> int | None:
+        """Return the number of classes in successive steps, if each step has few of them."""
+        for (_, most), seen in self.classes.items():
+            number = sorted_classes(seen) if len(seen) == steps else None  # one loss in each
+            # of several losses, some have a class for all rows that come from one place
+            if number is not None and (number > 1 or most > 2 or len(self.classes) == 1):
+                return number
+        return None
+
     def _note_loss(self, name: str, given: list[Tensor], line: Line, seconds: float) -> None:
         """Note what a loss is given."""
         if name in ("cross_entropy", "nll_loss") and len(given) > 1:
             with torch._C.DisableTorchFunction():
                 if given[1].shape in [one.shape[:1] for one in self.inputs]:  # one for each row
-                    self.classes.append(classes_in(given[1]))
+                    self.classes[line, given[0].shape[1]].append(classes_in(given[1]))
                 if self.predicted is None:
                     self.predicted = predicted(self.inputs, given[1])
                 if are_own(self.inputs, given[1]):

@@ -47,6 +47,10 @@ CHOICE = re.compile("A?[Mm]ax|A?[Mm]in|Median|Topk|Sort|Kth|Relu|Thresh|Clamp|Ha
 LEAST_UNUSED, ALMOST_ALL = 0.25, 0.95
 """Share of the rows of a product that the loss does not use, and of its values: below, activation
 functions may be the reason."""
+SEQUENCES = re.compile("lstm|gru|rnn_tanh|rnn_relu")
+"""Functions that take whole sequences, whose states need no results of calls before."""
+MANY_USES, MOST_NEAR = 16, 64
+"""Uses of the same weights that one call could make, and nodes that are looked at for a result."""
 HALF = 0.5
 """Part of a backward pass that computes gradients of weights, and not of their inputs."""
 
@@ -109,6 +113,10 @@ class Work:
         self._zero: defaultdict[Line, float] = defaultdict(float)
         self._not_zero: set[Line] = set()
         self._with_weights: set[Line] = set()
+        self._uses: dict[Token, tuple[int, Any]] = {}
+        """How often a micro-batch has used weights at a line, and the last result of that."""
+        self._looped: set[Line] = set()
+        """Lines that use the same weights again and again, independently of each other."""
 
     def note(
         self, func: Any, args: Any, kwargs: Any, result: Any, line: Line, seconds: float
@@ -145,11 +153,34 @@ class Work:
         for node in new:
             self._made[node] = (line, seconds / len(new), self._steps)
             self._time(node, kind, line, seconds / len(new))
+        self._note_use(func, given, before, made[0], line)
+
+    def _note_use(
+        self, func: Any, given: Sequence[Any], before: Sequence[Any], made: Any, line: Line
+    ) -> None:
+        """Count the uses of weights at a line, unless each needs the result of the one before."""
+        weights = next((one for one in given if isinstance(one, torch.nn.Parameter)), None)
+        if weights is None:
+            return
+        uses, last = self._uses.get((id(weights), line), (0, None))
+        if SEQUENCES.fullmatch(func.__name__):
+            before = [given[0].grad_fn]
+        if last is not None and last in _near(before):
+            uses = -MANY_USES
+        self._uses[id(weights), line] = uses + 1, made
+        self._looped |= {line} if uses + 1 >= MANY_USES else set()
 
     def note_backward(
-        self, reached: set[Any], line: Line | None, above: tuple[Line, ...] = ()
+        self,
+        reached: set[Any],
+        line: Line | None,
+        above: tuple[Line, ...] = (),
+        *,
+        adds: bool = True,
     ) -> None:
         """Note the nodes that a backward pass goes through: its line, and those that call it."""
+        if adds:
+            self._uses.clear()
         for node in reached & self._made.keys():
             self._reached.add(self._made.pop(node)[0])
         self._behind.clear()
@@ -177,19 +208,19 @@ class Work:
 
     def _is_pending(self, one: _Pass) -> bool:
         """Note which gradients of a pass were cleared unused. Return whether some are left."""
-        left = []
-        for weights, version, values in one.weights:
+        left, part = list[tuple[Tensor, int, Tensor]](), 1.0
+        for weights, version, values in one.weights[::-1]:
             is_used = weights._version != version or (some_of(weights) != values).any()
             if is_used:
                 self._used.add((one.line, one.above, id(weights)))
-            if is_used or one.line is None:
-                continue
-            if weights.grad is None or are_zero([weights.grad]):
-                seconds = HALF * weights.numel() / one.size * one.seconds
-                self.found.add("discarded", one.line, seconds)
-                self._discarded[one.line, one.above, id(weights)] += seconds
-            else:
-                left.append((weights, version, values))
+            if one.line is not None and not is_used:
+                if weights.grad is None or are_zero([weights.grad]):
+                    seconds = part * weights.numel() / one.size * one.seconds
+                    self.found.add("discarded", one.line, seconds)
+                    self._discarded[one.line, one.above, id(weights)] += seconds
+                    continue
+                left.insert(0, (weights, version, values))
+            part = HALF  # what leads on to these weights is needed
         one.weights = left
         return bool(left)
 
@@ -214,6 +245,7 @@ class Work:
         self._earlier, self._sizes = self._sizes, Counter()
         self._calls, self._now = self._now, {}
         self._times.clear()
+        self._uses.clear()
         self._steps += 1
 
     def sites(self, steps: int, work_s: float) -> dict[str, tuple[CallSite, ...]]:
@@ -232,9 +264,11 @@ class Work:
         for line, seconds in self._zero.items():
             if line not in self._not_zero:
                 self.found.add("zero", line, seconds)
+        every = self.found.seconds
         for line in self._growing or ():
-            every = self.found.seconds
             self.found.add("growing", line, every["line"][line] + every["model"][line])
+        for line in self._looped:
+            self.found.add("looped", line, every["model"][line])
         self._made.clear()
         self.note_backward(set(), None)
         del self._passes[:-1]
@@ -330,6 +364,15 @@ class Work:
             self._not_zero.add(line)
         else:
             self._zero[line] += forward_s
+
+
+def _near(nodes: Sequence[Any]) -> set[Any]:
+    """Return nodes and some of those below them, the nearest first."""
+    found, now = set[Any](), [one for one in nodes if one is not None]
+    while now and len(found) < MOST_NEAR:
+        found |= {*now}
+        now = [each for one in now for each, _ in one.next_functions if each and each not in found]
+    return found
 
 
 def unused_share(gradient: Tensor | None) -> float:

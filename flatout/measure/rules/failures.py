@@ -49,7 +49,7 @@ def unstable_training(evidence: Evidence) -> Found | None:
             + (
                 ": the data that {site} is given has values that are not finite."
                 if evidence.bad_data
-                else ": the first value that is not finite is seen at {site}."
+                else ": the first value that is not finite comes from {site}."
                 if evidence.site("not-finite")
                 else "."
             ),

@@ -8,6 +8,8 @@ from flatout.measure.rules import row
 
 TIGHT = 1e-3
 """Share of the gradients' norm that clipping leaves only by mistake."""
+SOON = 50
+"""Steps in which a learning rate halves only by mistake."""
 TINY_UPDATE = 1e-6
 """Share of their values by which a step changes the weights only by mistake."""
 LEAST_UNREACHED = 0.1
@@ -246,12 +248,12 @@ GRADIENTS = [
     row(
         "vanished-rate",
         "The schedule ends long before the run.",
-        lambda e: e.tiny_rates > 0.25 and "spoils",
-        "In {e.tiny_rates:.0%} of the steps the learning rate is less than a ten-thousandth of its "
-        "highest value: the schedule has ended, and the run goes on.",
+        lambda e: (e.tiny_rates > 0.25 or (e.halved_after or math.inf) < SOON) and "spoils",
+        "The learning rate falls to nothing long before the run ends{e.rate_words}.",
         "Call scheduler.step() in the unit in which the schedule was given its length: once per "
         "epoch, or after each step.",
         site="step",
+        shows="tiny_rates halved_after",
     ),
     row(
         "wasted-gradients",

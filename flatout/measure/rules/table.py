@@ -274,7 +274,11 @@ ROWS = [
     row(
         "few-rows",
         "Each forward pass has a single row.",
-        lambda e: e.rows == 1 and e.share(max(e.tiny_op_s or 0.0, e.optimizer_s or 0.0)),
+        lambda e: (
+            e.rows == 1
+            and not e.site("looped")
+            and e.share(max(e.tiny_op_s or 0.0, e.optimizer_s or 0.0))
+        ),
         "Each forward pass has 1 row: the cost of starting operations, of reading the weights and "
         "of the update is not shared.",
         "Raise the batch size, or use fewer micro-batches of more rows.",
@@ -434,6 +438,17 @@ ROWS = [
             f"Use num_workers={max((e.cores or 2) - 1, 1)}, or measure which number helps."
         ),
         site="rows",
+    ),
+    row(
+        "looped-calls",
+        "A line uses the same weights in many calls of one pass, which could be one call.",
+        lambda e: (place := e.site("looped")) and e.share(place.seconds_per_step, COSTLY),
+        "{share:.0%} of each step is the work of {site}, which uses the same weights in call after "
+        "call of one pass.",
+        "Give it all steps of the sequence, or all rows of the batch, in one call: nn.LSTM takes a "
+        "whole sequence.",
+        site="looped",
+        unless="repeated-work",
     ),
     row(
         "memory-bound",

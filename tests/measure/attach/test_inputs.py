@@ -112,6 +112,7 @@ LABELS = torch.arange(2000) // 100
 BATCHES = {
     "sorted": (lambda step: LABELS[64 * step :][:64], 6),
     "one class in each": (lambda step: LABELS[100 * step :][:32], 8),
+    "two classes in two of the batches": (lambda step: LABELS[40 * step :][:32], 4),
     "one class": (lambda step: torch.full((4, 8), 3), 1),
     "one class, and ignored rows": (lambda step: torch.tensor([step % 2] * 8 + [-100] * 8), 2),
     "shuffled": (lambda step: LABELS[torch.arange(64) * 7 + step], None),

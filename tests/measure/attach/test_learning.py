@@ -19,7 +19,7 @@ optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 second = torch.optim.SGD(other.parameters(), lr=1e-2)
 x = torch.randn(4, 8)
 def backward(loss):
-    learning.before_backward(is_plain=True)
+    learning.before_backward()
     loss.backward()
 def loss_of(module):
     return module(x).square().mean()
@@ -69,10 +69,17 @@ def closure():
 optimizer.step(closure)
 """,
     "gradients that the script sets": """
-learning.before_backward(is_plain=False)
+learning.before_backward([*net.parameters()])
 for weights, gradient in zip(net.parameters(), torch.autograd.grad(loss_of(net), net.parameters())):
     weights.grad = gradient
 optimizer.step()
+""",
+    "a penalty of gradients of inputs": """
+optimizer.zero_grad()
+points = x.clone().requires_grad_()
+learning.before_backward([points])
+penalty = torch.autograd.grad(loss_of(net), points, create_graph=True, allow_unused=True)
+backward(loss_of(net)); optimizer.step()
 """,
     "an embedding with sparse gradients": """
 table = space.setdefault("table", nn.Embedding(50, 4, sparse=True))
@@ -97,6 +104,10 @@ backward(loss_of(net)); optimizer.zero_grad(set_to_none=False); optimizer.step()
 """,
     "cleared-gradients of a copy": "backward(loss_of(other)); other.zero_grad(); optimizer.step()",
     "uncleared-gradients": "backward(loss_of(net)); optimizer.step()",
+    "uncleared-gradients beside a penalty": """
+learning.before_backward([x])
+backward(loss_of(net)); optimizer.step()
+""",
     "uncleared-gradients of another": """
 backward(loss_of(net)); optimizer.step(); second.zero_grad()
 """,
@@ -173,7 +184,7 @@ def test_weights_that_get_a_gradient_later_are_not_unreached():
     first, second, learning = nn.Linear(8, 8), nn.Linear(8, 8), Learning()
     optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
     for step in range(30):
-        learning.before_backward(is_plain=True)
+        learning.before_backward()
         (first if step < 20 else second)(torch.ones(2, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -187,7 +198,7 @@ def test_weights_without_a_gradient_are_named_and_the_rows_of_an_embedding_are_c
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(10):
         loss = nn.functional.linear(table(torch.arange(32) + 320), head.weight).square().mean()
-        learning.before_backward(is_plain=True)
+        learning.before_backward()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -213,7 +224,7 @@ def test_few_steps_tell_nothing_and_the_hooks_leave_after_the_last_look():
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     before = len(hooks)
     for _ in range(14):
-        learning.before_backward(is_plain=True)
+        learning.before_backward()
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert len(hooks) == before - 1
@@ -225,7 +236,7 @@ def test_an_optimizer_that_seldom_steps_does_not_keep_the_others_watched():
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     before = len(hooks)
     for number in range(120):
-        learning.before_backward(is_plain=True)
+        learning.before_backward()
         net(torch.ones(1, 2)).sum().backward()
         (once if number == 1 else often).step()
         assert len(learning._looks[often].without) <= 8

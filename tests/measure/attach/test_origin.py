@@ -123,3 +123,28 @@ def test_weights_that_are_no_numbers_come_from_no_line():
         with CallRecorder(lambda: "other"):
             graphs.mark((torch.ones(3, 2) @ weights).exp().sum())
     assert graphs.origin.line is None
+
+
+ROOTS = {
+    "sqrt": ("d = (h * 0).sqrt()", True),
+    "power": ("d = (h * 0) ** 0.5", True),
+    "square": ("d = (h * 0) ** 2", False),
+    "positive": ("d = (h * 0 + 1).sqrt()", False),
+}
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+def test_weights_that_are_lost_after_a_root_of_zero_come_from_it(kind, tmp_path):
+    text, is_named = ROOTS[kind]
+    path, graphs, weights = tmp_path / "train.py", Graphs(), torch.ones(2, requires_grad=True)
+    loop = f"h = weights * 2\n{text}\nloss = (h + d).sum()"
+    path.write_text(loop)
+    space = {"weights": weights}
+    code = compile(loop, str(path), "exec")
+    for value in (1.0, float("nan"), float("nan")):
+        with torch.no_grad():
+            weights.fill_(value)
+        with CallRecorder(lambda: "other"):
+            exec(code, space)
+            graphs.mark(space["loss"])
+    assert graphs.origin.line == ((str(path), 2) if is_named else None)

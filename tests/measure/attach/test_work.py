@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
+import time
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 torch.manual_seed(0)
 net, head = nn.Linear(16, 16), nn.Linear(16, 4)
+rnn = nn.LSTM(16, 16)
 frozen = nn.Linear(16, 16).requires_grad_(False)
 images, graph = torch.randn(64, 16), torch.rand(16, 16)
 optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=1e-3)
@@ -240,6 +243,57 @@ step(net(images).square().mean())
     assert found(loop)["discarded"] == {"recorder.note_backward([loss])"}
     assert "discarded" in found(loop.replace("grad()\n", "grad(set_to_none=False)\n", 1))
     assert "discarded" not in found(loop.replace("optimizer.zero_grad()", "optimizer.step()"))
+
+
+CALLED = {
+    "rows": ("for row in images:\n    y = net(row)\nstep(y.mean())\n", {"y = net(row)"}),
+    "a sequence": (
+        "state = None\nfor one in images[:, None]:\n    y, state = rnn(one, state)\n"
+        "step(y.mean())\n",
+        {"y, state = rnn(one, state)"},
+    ),
+    "a sequence that is made on the way": (
+        "state, y = None, images[:1]\nfor _ in range(20):\n    y, state = rnn(y, state)\n"
+        "step(y.mean())\n",
+        set(),
+    ),
+    "a recurrence": (
+        "y = images\nfor _ in range(20):\n    y = net(y).tanh()\nstep(y.mean())\n",
+        set(),
+    ),
+    "few rows": ("for row in images[:8]:\n    y = net(row)\nstep(y.mean())\n", set()),
+    "micro-batches": ("for row in images:\n    y = net(row)\n    step(y.mean())\n", set()),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_calls_that_could_be_one_are_told_from_those_that_need_each_other(found, name):
+    loop, lines = CALLED[name]
+    assert found(loop).get("looped", set()) == lines
+
+
+def test_a_pass_that_leads_on_to_discarded_gradients_alone_counts_whole(monkeypatch):
+    """Without the weights whose gradients are cleared, what lies behind them is not needed."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+
+    def discarded(is_first):
+        torch.manual_seed(0)
+        first, second, images = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(8, 16)
+        cleared, used = (first, second) if is_first else (second, first)
+        optimizer, work = torch.optim.SGD(used.parameters(), lr=0.1), Work()
+        with CallRecorder(lambda: "other", work) as recorder:
+            for _ in range(4):
+                loss = second(first(images)).square().mean()
+                recorder.note_backward([loss])
+                loss.backward()
+                cleared.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+                work.end_step()
+        return sum(work.found.seconds["discarded"].values())
+
+    assert discarded(True) == pytest.approx(2 * discarded(False))
 
 
 def test_gradients_of_some_passes_of_a_line_that_are_cleared_are_lost(found):

@@ -129,6 +129,7 @@ cpu:
   same-batch: {same_rows: 8, dataset_rows: 500, site: padding}
   tracing: {tracer: cProfile}
   many-workers: {workers: 32, site: rows}
+  looped-calls: {site: looped}
   vanished-rate: {tiny_rates: 0.9, site: step}
   constant-inputs: {constant_inputs: true, site: padding}
   repeated-steps: {bare_steps: 0.5, site: step}
@@ -341,7 +342,7 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         (
             "cpu",
             {"losses": ((9, math.nan),), "site": "not-finite"},
-            "unstable f from step 9: the first value that is not finite is seen at mine.py:7",
+            "unstable f from step 9: the first value that is not finite comes from mine.py:7",
             "logsumexp",
         ),
         (
