@@ -14,7 +14,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 98_702,
     "data": 59_071,
-    "training": 55_485,
+    "training": 55_495,
     "cli": 24_468,
     "models": 23_165,
     "assembly": 17_176,

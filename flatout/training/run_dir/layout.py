@@ -106,7 +106,7 @@ def require_model(folder: Path, config: RunConfig) -> None:
     from flatout.models.language_model import model_of  # imports torch
 
     try:
-        model_of(config)
+        model_of(config, vocab_size=config.model.vocab_size or 1)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error.what}", fix=error.fix) from error
 
