@@ -14,7 +14,6 @@ from flatout.config.signature import Argument, Option, checked
 from flatout.errors import UsageError
 from flatout.measure.profile.result import Profile
 from flatout.progress import SILENT, Progress
-from flatout.storage.cache import default_cache
 from flatout.storage.recognised import require_local
 
 MOST_STEPS = 100
@@ -65,9 +64,7 @@ def profile(
     config = load_checked(recipe, overrides)
     from flatout.measure.profile.profile import run_profile
 
-    return run_profile(
-        config, steps=steps, skip=skip, out=out, cache=default_cache(), progress=progress
-    )
+    return run_profile(config, steps=steps, skip=skip, out=out, progress=progress)
 
 
 COMMAND = Command(

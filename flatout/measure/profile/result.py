@@ -33,7 +33,7 @@ class Profile(Result):
     format_version: int = FORMAT_VERSION
     """Version of the format."""
     path: str
-    """The directory with trace.json.gz, profile.json and profile.txt."""
+    """The directory with trace.json.gz and profile.json."""
     trace: str | None
     """The trace: open it at https://ui.perfetto.dev. Null means the profiler could not be used."""
     snapshot: str | None
@@ -42,10 +42,6 @@ class Profile(Result):
     """Its name, or the command of a script."""
     device: str
     """cpu, cuda or cuda:N."""
-    arithmetic: str | None = None
-    """Arithmetic of the matmuls of a recipe."""
-    speedups: tuple[str, ...] = ()
-    """Speedups that are on."""
     environment: Mapping[str, str | int]
     """Device, processor, threads, torch."""
     first_step: int
@@ -68,13 +64,12 @@ class Profile(Result):
         """What was profiled."""
         last = self.first_step + self.steps - 1
         numbers = f"step {last}" if self.steps == 1 else f"steps {self.first_step} to {last}"
-        known = filter(None, (f"{self.recipe} on {self.device}", self.arithmetic, numbers))
-        return ", ".join(known)
+        return f"{self.recipe} on {self.device}, {numbers}"
 
     def display(self) -> Display:
         """Return its times, the table of classes, and its files."""
         shown = displayed(self)
-        names = filter(None, (self.trace, self.snapshot, "profile.json", "profile.txt"))
+        names = filter(None, (self.trace, self.snapshot, "profile.json"))
         files = f"{self.path}/  {', '.join(Path(name).name for name in names)}"
         hint = ["Open the trace at https://ui.perfetto.dev"] if self.trace else []
         tables = [table_of(self.table, "Kernels of a step")] if self.table else []

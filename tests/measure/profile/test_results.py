@@ -12,8 +12,6 @@ from flatout.measure.profile.result import Profile
 BEFORE = Profile(
     recipe="made-up",
     device="cuda",
-    arithmetic="bf16",
-    speedups=(),
     environment={},
     first_step=7,
     steps=2,
@@ -30,7 +28,7 @@ def test_the_text_of_a_profile():
     found = with_trace(BEFORE, read_trace(document(), steps=2))
     assert terminal_text(found.display(), 80) == (
         """\
-made-up on cuda, bf16, steps 7 to 8
+made-up on cuda, steps 7 to 8
 Step       0.09 ms, 0.1 ms under the profiler
 No kernel  0.063 ms, 63% of a step: the device idles
 
@@ -41,7 +39,7 @@ elementwise  0.006    16%      1
 optimizer    0.005    14%      1
 copy         0.002     5%      1
 
-profile/  trace.json.gz, profile.json, profile.txt
+profile/  trace.json.gz, profile.json
 Open the trace at https://ui.perfetto.dev"""
     )
 
