@@ -37,29 +37,19 @@ def recorded_evidence(folder: Path) -> Evidence:
     Raises: CheckpointError when it has no record of a step.
     """
     config, log = layout.read_config(folder), RunLog(folder)
-    every, events = list(log.records()), log.events
-    steps = [one for one in every if "perf/step_ms" in one]
-    exits = [one for one in events if one["event"] == "exit" and "what" in one]
-    error = exits[-1] if exits else {"what": "The run failed. Its output shows why."}
-    has_failed = log.state == "failed"
+    records, events, has_failed = list(log.records()), log.events, log.state == "failed"
+    steps = [one for one in records if "perf/step_ms" in one]
     if not steps and not has_failed:
         raise CheckpointError(
             f"{folder} has no record of a step yet.",
             fix="Train it first, or measure its recipe: `flatout diagnose "
             f"{in_shell(folder / layout.CONFIG)}`.",
         )
-    at = int(steps[-1]["step"]) if steps else None
-    failure = Failure(
-        kind=FAILURES.get(str(error.get("kind")), "error"),
-        message=str(error.get("what", "")),
-        fix=error.get("fix"),
-        step=at,
-    )
     start = next((one for one in events if one["event"] in STARTS), {})
     device = str(start["device"]) if "device" in start else None
-    on, reason = _speedups(events)
-    found = _other_processes(every, events)
+    found, at = _other_processes(records, events) | _speedups(log.attempt), None
     if steps:
+        at = int(steps[-1]["step"])
         found |= _of_steps(steps, events, on_gpu=str(device).startswith("cuda"))
     if at and config is not None and config.train.steps is not None:
         planned = found["planned_steps"] = config.train.steps
@@ -68,15 +58,19 @@ def recorded_evidence(folder: Path) -> Evidence:
             found["remaining_s"] = max(planned - at, 0) * found["step_s"]
     if found.get("steps", 10) < 10:
         log.notes.append("The run has taken few steps, and the first ones are slower than others.")
+    if has_failed:
+        exits = [one for one in events if one["event"] == "exit" and "what" in one]
+        error = exits[-1] if exits else {"what": "The run failed. Its output shows why."}
+        kind = FAILURES.get(str(error.get("kind")), "error")
+        found["failure"] = Failure(
+            kind=kind, message=str(error["what"]), fix=error.get("fix"), step=at
+        )
     return Evidence(
         source="recorded run",
         config=config,
         machine=probe(),
         device=device,
         world_size=int(finite_numbers(start).get("world_size", 1)),
-        speedups=on,
-        compile_fallback=reason,
-        failure=failure if has_failed else None,
         notes=tuple(log.notes),
         **found,
     )
@@ -162,19 +156,18 @@ def _other_processes(records: Records, events: Sequence[JsonObject]) -> dict[str
     return {"other_busy_cores": others, "cores": int(cores), "threads": threads}
 
 
-def _speedups(events: Sequence[JsonObject]) -> tuple[tuple[str, ...] | None, str | None]:
-    """Return the speedups that were on last, and why the last process turned one off again.
+def _speedups(events: Sequence[JsonObject]) -> dict[str, Any]:
+    """Return the speedups that are on in an attempt, and why one was turned off again.
 
-    Then compiling failed. The first is None where the files do not tell.
+    Then compiling failed. Nothing where the files do not tell.
     """
-    states: dict[str, bool] = {}
-    reason = None
+    states, found = dict[str, bool](), dict[str, Any]()
     for event in events:
-        name, is_on = str(event.get("name")), bool(event.get("on"))
-        if event["event"] in STARTS:  # another process decides again
-            states, reason = {}, None
-        elif event["event"] == "speedup":
+        if event["event"] == "speedup":
+            name, is_on = str(event.get("name")), bool(event.get("on"))
             if states.get(name) and not is_on:
-                reason = reason or str(event.get("reason"))
+                found.setdefault("compile_fallback", str(event.get("reason")))
             states[name] = is_on
-    return tuple(name for name, is_on in states.items() if is_on) if states else None, reason
+    if states:
+        found["speedups"] = tuple(name for name, is_on in states.items() if is_on)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -99,7 +99,7 @@ def make_plan(
     unit = (config.batch.tokens_per_step or 0) // int(config.batch.rows_per_device)
     tried = [{"batch.rows_per_device": each, "batch.tokens_per_step": each * unit} for each in rows]
     with progress.task("Planning other micro-batches"):
-        batches = [Alternative(**fields) for fields in target.alternatives(config, tried)]
+        batches = target.alternatives(config, tried)
     steps, tokens = config.train.steps, tokens_per_step(config, dataset)
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
@@ -243,23 +243,24 @@ class Target:
 
     def alternatives(
         self, requested: RunConfig, tried: Iterable[dict[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the fields of an `Alternative` for each of the values, unless the run is rejected
-        with them.
-        """
+    ) -> list[Alternative]:
+        """Return the run with each of the values in turn, unless it is rejected there."""
+        found = []
         for values in tried:
             with suppress(FlatoutError):
                 config, decisions = self.resolve(requested.with_values(values))
                 memory, _, time = self.predict(config, decisions)
                 fits = self.fits(memory)
-                yield {
-                    "overrides": [f"{key}={value}" for key, value in values.items()],
-                    "rows_per_device": int(config.batch.rows_per_device),
-                    "need_gib": memory and memory.total / GIB,
-                    "fits": fits,
-                    "tokens_per_s": None if fits is False else time.tokens_per_s,
-                    "source": time.source,
-                }
+                one = Alternative(
+                    overrides=[f"{key}={value}" for key, value in values.items()],
+                    rows_per_device=int(config.batch.rows_per_device),
+                    need_gib=memory and memory.total / GIB,
+                    fits=fits,
+                    tokens_per_s=None if fits is False else time.tokens_per_s,
+                    source=time.source,
+                )
+                found.append(one)
+        return found
 
 
 def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
@@ -285,7 +286,7 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
         sizes = {"shard": world // (size * tensor), "tensor": tensor, "pipeline": size}
         mesh: dict[str, Any] = {f"parallel.{key}": n for key, n in sizes.items() if n > 1}
         tried.append(mesh | {"parallel.pipeline_schedule": schedule})
-    found = [Alternative(**fields) for fields in target.alternatives(requested, tried)]
+    found = target.alternatives(requested, tried)
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
 
 
@@ -314,13 +315,13 @@ def changes_of(
     pinned = requested.model_copy(update={"batch": batch})
     found = [
         Change(
-            **fields,
-            saves_gib=need_gib - fields["need_gib"],
+            **dict(one),
+            saves_gib=need_gib - one.need_gib,
             tolerance="different, equal in the mean" if kind == "statistical" else None,
         )
         for values, kind in (*tried, *((each, "exact") for each in others if all(each.values())))
-        for fields in target.alternatives(pinned, [values])
-        if fields["need_gib"] and fields["need_gib"] < (1 - LEAST_SAVING) * need_gib
+        for one in target.alternatives(pinned, [values])
+        if one.need_gib and one.need_gib < (1 - LEAST_SAVING) * need_gib
     ]
     return sorted(found, key=lambda change: (not change.fits, change.need_gib))
 
