@@ -13,13 +13,19 @@ from typing import Annotated
 from flatout.assembly.speedup import Tolerance
 from flatout.display import Show, gib, milliseconds
 from flatout.errors import ConfigError, RunFailed, in_shell
-from flatout.measure.attach.request import Timing
+from flatout.measure.attach.request import Request, Timing
 from flatout.measure.intervals import Figure
 from flatout.measure.output import git
 from flatout.measure.race import LossCheck, Race
 from flatout.measure.results import Measurement, facts_of
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.trial import Result, program_in, try_command, waiting_beside_others
+from flatout.measure.trial import (
+    Result,
+    program_in,
+    result_of,
+    run_in_copy,
+    waiting_beside_others,
+)
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 
@@ -138,11 +144,11 @@ def compare_commands(
             copy.reset()
             if side.revision is not None:
                 check_out(copy, side.revision)
-            folder = copy.of(here)
             timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS,
                             seed_offset=seed, limit_s=limit_s / 2)  # fmt: skip
-            return try_command(side.command, timing, limit_s, folder=folder, copy=copy,
-                               environment=environment)  # fmt: skip
+            request = Request(timing=timing)
+            return result_of(run_in_copy(copy, side.command, request, limit_s=limit_s,
+                                         environment=environment))  # fmt: skip
 
         race = Race(
             start,
@@ -151,10 +157,10 @@ def compare_commands(
             longest_s=LONGEST_S,
             loss_steps=1,
             is_strict=False,
+            name=lambda side: side.name,
             began_s=began_s,
         )
         with race.running(progress, "Comparing"):
-            race.note("both commands in turns")
             least = 1.0 if at_least is None else at_least
             race.compare(two, one, rounds=ROUNDS, least=least)
     ratio = race.gain(two, one)
@@ -171,12 +177,11 @@ def compare_commands(
     if ratio is None:
         race.done.clear()  # half a round compares nothing
         race.require_result()
-    rows = [row_of(side, race) for side in (one, two)]
     scaled = {name: end and work * end for name, end in dict(ratio or ()).items()}
     return Comparison(
         path=str(here),
         **facts_of(race),
-        sides=rows,
+        sides=[row_of(side, race) for side in (one, two)],
         ratio=Figure(**scaled),
         work=work,
         losses=race.check(two, one),

@@ -52,7 +52,7 @@ class Figure(Stored):
     def gain(self) -> str:
         """Return a ratio of speeds in a few words. `none`: its interval contains 1."""
         if self.low is None or self.high is None:
-            return "unsure: too few repeats"
+            return f"x{self.median:.2f}, unsure: too few repeats"
         what = "none" if self.low <= 1 <= self.high else f"x{self.median:.2f}"
         return f"{what}{self.between()}"
 

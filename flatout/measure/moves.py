@@ -29,7 +29,7 @@ from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB
 from flatout.measure.resolving import Resolved
 
-ROWS, AHEAD, TOKENS = "batch.rows_per_device", "data.prefetch", "batch.tokens_per_step"
+ROWS, TOKENS = "batch.rows_per_device", "batch.tokens_per_step"
 STRICTNESS = ("exact", "rounding", "statistical")
 TRIED_MEMORY = 1.2
 """Share of a GPU's memory that the estimate of a trial may need: a compiled model keeps less than
@@ -83,8 +83,6 @@ class Move:
     """The one speedup whose gain it measures, if that is all that it changes."""
     does: str = ""
     """What it does, in a few words."""
-    then: Move | None = None
-    """The move to try once this one was taken."""
 
     @property
     def leaves_out(self) -> bool:
@@ -204,20 +202,17 @@ def setting_of(resolved: Resolved) -> Setting:
     config, chooser = resolved.config, {*speedups_for("most_rows")}
     start = Setting(frozenset(resolved.speedups) - chooser)
     tokens, rows = config.batch.tokens_per_step, config.batch.rows_per_device
-    return start.but({
-        TOKENS: tokens, ROWS: rows, "batch.accumulate": None, AHEAD: config.data.prefetch
-    })  # fmt: skip
+    return start.but({TOKENS: tokens, ROWS: rows, "batch.accumulate": None})
 
 
 def rows_to_try(start: int, sequences: int) -> list[int]:
     """Return the divisors of a step's sequences around `start`, each about twice the one before."""
-    known = [*divisors(sequences, sequences)][::-1]
-    up, down = [start], [start]
-    while up[-1] < known[-1]:
-        up.append(next((rows for rows in known if rows >= 2 * up[-1]), known[-1]))
-    while down[-1] > 1:
-        down.append(max(rows for rows in known if 2 * rows <= down[-1]))
-    return [*down[:0:-1], *up]
+    down, kept = [*divisors(sequences, sequences)], [start]
+    for rows in reversed(down):
+        kept += [rows] if rows >= 2 * kept[-1] else []
+    for rows in down:
+        kept[:0] = [rows] if 2 * rows <= kept[0] else []
+    return kept
 
 
 def memory_obstacle(resolved: Resolved) -> Callable[[Setting], str | None]:

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,9 +44,8 @@ MIN_SEEDS = 3
 """Fewest rounds over which final losses are compared."""
 MOST_NOISE = 0.05
 """A larger difference between two runs of one setting is no rounding: their losses are wrong."""
-MEDIANS = ("step_ms", "data_ms", "compile_s", "peak_gib")
-FIRST = ("rows_per_device", "accumulate")
-"""Fields of a row that are medians of its trials, and those that are the same in all."""
+MEDIANS = ("step_ms", "compile_s", "peak_gib", "rows_per_device", "accumulate")
+"""Fields of a row that are medians of its trials."""
 Setting = Hashable
 """What a trial is of: anything that can be told apart."""
 LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
@@ -72,13 +71,9 @@ class LossCheck(Stored):
     """Number of first steps whose losses were compared."""
 
     def words(self) -> str:
-        """Return how far the losses are apart, and whether that is within the tolerance."""
-        if self.tolerance_reason is None:
-            return ""
-        apart = self.apart().removesuffix(" WRONG")
-        apart += " apart" * apart[0].isdecimal()
-        wrong = "OUT OF TOLERANCE, " * (self.within_tolerance is False)
-        return f"{wrong}{apart}" + f": {self.tolerance_reason}" * (not self.within_tolerance)
+        """Return how far the losses are apart, and why if that is not within the tolerance."""
+        reason = "" if self.within_tolerance else f": {self.tolerance_reason}"
+        return f"{self.apart()}{reason}" if self.tolerance_reason else ""
 
     def apart(self) -> str:
         """Return how far the losses are apart, in short."""
@@ -86,8 +81,8 @@ class LossCheck(Stored):
             return ""
         text = "not comparable"
         if self.loss_difference is not None:
-            text = f"{self.loss_difference:.0e}" if self.loss_difference else "equal"
-        return text + " WRONG" * (self.within_tolerance is False)
+            text = f"{self.loss_difference:.0e} apart" if self.loss_difference else "equal"
+        return text + ", OUT OF TOLERANCE" * (self.within_tolerance is False)
 
 
 class Row(LossCheck):
@@ -95,6 +90,8 @@ class Row(LossCheck):
 
     model_config = ConfigDict(frozen=False)
 
+    taken: Annotated[bool, Show("", lambda taken: "+" * taken)] = False
+    """Whether it is one of the winners."""
     name: Annotated[str, Show()]
     """Name of the change, or of the setting."""
     kind: str = "change"
@@ -112,8 +109,6 @@ class Row(LossCheck):
     """What it is compared with."""
     status: str = "ok"
     """ok, out-of-memory, failed, timed-out or not-measured."""
-    reason: str | None = None
-    """Why it is not ok, or why it was not taken."""
     tokens_per_s: Annotated[
         Figure | None,
         Show("tokens/s", lambda rate: f"{rate.median:,.0f}", unknown="", align="right"),
@@ -123,21 +118,15 @@ class Row(LossCheck):
     """How many times faster, from paired repeats. For a row of a bench that leaves a speedup out,
     how many times faster with it."""
     first_gain: float | None = None
-    """The ratio of its first trial to those beside it, which only orders changes."""
+    """The ratio of its first trial to the one beside it, which only orders changes."""
     screened: Figure | None = None
     """How many times faster it is in blocks of steps of one process. Only of a script."""
-    pays_after: int | None = None
-    """Steps after which the time to compile is made up for."""
-    taken: bool = False
-    """Whether it is one of the winners."""
     losses: Annotated[
         None,
         Show("losses", record=LossCheck.apart),
     ] = Field(None, exclude=True)
     step_ms: float | None = None
     """Mean time of a measured step."""
-    data_ms: float | None = None
-    """Part of it spent waiting for data."""
     rows_per_device: Annotated[
         int | None,
         Show("rows", record=lambda r: f"{r.rows_per_device}x{r.accumulate}" * bool(r.accumulate)),
@@ -147,16 +136,33 @@ class Row(LossCheck):
     """Micro-batches per step."""
     peak_gib: Annotated[float | None, Show("GiB", ".2f", unknown="")] = None
     """Peak memory: of the device, or on a CPU of the process."""
-    compile_s: float | None = None
+    compile_s: Annotated[
+        float | None,
+        Show("compiles", record=lambda row: row.compile_cell()),
+    ] = None
     """Seconds spent compiling, once per start. Null when nothing was compiled."""
+    pays_after: int | None = None
+    """Steps after which the time to compile is made up for."""
     repeats: int = 0
     """Trials with results."""
+    reason: Annotated[str | None, Show("", unknown="")] = None
+    """Why it is not ok, or why it was not taken."""
+
+    def compile_cell(self) -> str:
+        """Return the time to compile for a table, and when it pays."""
+        pays = f", pays after {self.pays_after:,} steps" if self.pays_after else ""
+        return f"{self.compile_s:.0f} s{pays}" if self.compile_s else ""
 
     def gain_cell(self) -> str:
         """Return the gain for a table, or why there is none."""
-        if self.gain is None:
-            return "" if self.repeats else self.status
-        return self.gain.gain().replace(" to ", "-").partition(":")[0]
+        if self.gain is not None:
+            return self.gain.gain().replace(" to ", "-").partition(":")[0]
+        if self.screened is not None:
+            on_top = f" on top of {self.against}" if self.against else ""
+            return f"{self.screened.gain()} within one run{on_top}"
+        if self.first_gain is not None:
+            return f"x{self.first_gain:.2f} in one trial"
+        return "" if self.repeats else self.status
 
 
 def absent_row(name: str, why: str | None) -> Row:
@@ -168,7 +174,7 @@ def absent_row(name: str, why: str | None) -> Row:
 class Done:
     """A trial that has ended."""
 
-    setting: Setting
+    setting: Any
     round: int
     seed: int
     result: Result
@@ -194,8 +200,8 @@ class Race:
     """Why losses cannot be compared step by step, such as dropout."""
     is_strict: bool = True
     """Whether losses that differ step by step are wrong. If not, final losses decide."""
-    keep: Callable[[Done], object] = lambda done: None
-    """Receives each trial when it ends."""
+    name: Callable[[Any], str] = lambda setting: ""
+    """Returns the name of a setting."""
     note: Callable[[str], object] = lambda text: None
     """Shows what is measured."""
     began_s: float = field(default_factory=lambda: time.monotonic())
@@ -250,6 +256,7 @@ class Race:
         Raises: TimeIsUp when it does not end within the time, or a signal came.
         """
         limit_s = min(self.longest_s, self.left_s)
+        self.note(self.name(setting) + f", round {number}" * (number != SCREEN))
         if limit_s <= 0 or self.ended_by_signal is not None:
             raise TimeIsUp
         try:
@@ -260,7 +267,6 @@ class Race:
         if result.status == "timed-out" and limit_s < self.longest_s and self.done:
             raise TimeIsUp
         self.done.append(Done(setting, number, seed, result))
-        self.keep(self.done[-1])
         return result
 
     def results(self, setting: Setting) -> list[Result]:
@@ -301,6 +307,36 @@ class Race:
         ratios = self.ratios(fast, slow)
         return figure_of(ratios, self.noise()) if ratios else None
 
+    def rounds(
+        self,
+        settings: Sequence[Setting],
+        repeats: int = ROUNDS,
+        *,
+        reserve: int = 0,
+        is_decided: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Measure settings in turns, close in time, until it is decided or the time is up.
+
+        Every other round runs backwards, so that a machine that slows down favours none. What fails
+        is not tried again. When there is no time for a whole round, the last ones have none. Time
+        is left for `reserve` further trials of each.
+
+        Raises: TimeIsUp.
+        """
+        start = len(self.done)
+        for number in range(repeats):
+            failed = {one.setting for one in self.done[start:] if not one.result.is_ok}
+            due = [one for one in settings if one not in failed]
+            while number and due and not self.allows(*(1 + reserve) * due):
+                due.pop()
+            if number and len(due) < 2:
+                return
+            self.round += 1
+            for one in due[:: (-1) ** number]:
+                self.run(one, self.round, number)
+            if is_decided():
+                return
+
     def compare(
         self,
         one: Setting,
@@ -313,31 +349,23 @@ class Race:
         """Measure two settings in turns, until it is decided whether `one` gains `least`, and
         whether their final losses agree if those decide.
 
-        Time is left for `reserve` trials of each. Returns why there is no gain: a trial failed, or
-        not even one round was complete.
+        Returns why there is no gain: a trial failed, or not even one round was complete.
         """
-        for number in range(rounds):
-            if number and not self.allows(*(1 + reserve) * (one, other)):
-                break
-            self.round += 1
-            for setting in (one, other) if number % 2 else (other, one):
-                try:
-                    result = self.run(setting, self.round, number)
-                except TimeIsUp:
-                    return None if number else f"{self.stopped_by} before it was repeated"
-                if not result.is_ok:
-                    return f"failed: {result.reason}"
+
+        def is_decided() -> bool:
             gain, check = self.gain(one, other), self.check(one, other)
+            if gain is None or gain.low is None or gain.high is None:
+                return False
             is_open = check.within_tolerance is None and check.tolerance == "statistical"
-            if (
-                gain
-                and gain.low
-                and gain.high
-                and not gain.low <= least <= gain.high
-                and not is_open
-            ):
-                break
-        return None
+            return not (gain.low <= least <= gain.high or is_open)
+
+        start = len(self.done)
+        with suppress(TimeIsUp):
+            self.rounds((other, one), rounds, reserve=reserve, is_decided=is_decided)
+        for done in self.done[start:]:
+            if not done.result.is_ok:
+                return f"failed: {done.result.reason}"
+        return None if self.ratios(one, other) else f"{self.stopped_by} before it was repeated"
 
     def losses(self, setting: Setting) -> dict[int, list[list[float]]]:
         """Return the first losses of each trial of a setting, by its seed."""
@@ -391,12 +419,15 @@ class Race:
     def row(self, setting: Setting, other: Setting | None = None, /, **known: Any) -> Row:
         """Return what was measured of a setting, and its gain over another one."""
         results, failed = self.results(setting), self.failure(setting)
-        facts: dict[str, Any] = {"repeats": len(results)}
+        late = f"not measured: {self.stopped_by} before its turn."
+        facts: dict[str, Any] = {"repeats": len(results), "status": "not-measured", "reason": late}
+        if failed:
+            facts |= {"status": failed.status, "reason": failed.reason}
         if not results:
-            status, reason = "not-measured", f"not measured: {self.stopped_by} before its turn."
-            if failed:
-                status, reason = failed.status, str(failed.reason)
-            return Row(**{"status": status, "reason": reason} | known)
+            return Row(**facts | known)
+        facts |= {"status": "ok", "reason": None}
+        if failed:
+            facts["reason"] = f"{failed.status} in one repeat: {failed.reason}"
         if other is not None and self.results(other):
             facts |= {"gain": self.gain(setting, other), **dict(self.check(setting, other))}
         rates = {
@@ -405,13 +436,9 @@ class Race:
         }
         if rates[setting]:
             facts["tokens_per_s"] = figure_of(rates[setting], spread([*rates.values()]))
-        for name in FIRST:
-            facts[name] = getattr(results[0], name)
         for name in MEDIANS:
             values = [value for one in results if (value := getattr(one, name)) is not None]
             facts[name] = statistics.median(values) if values else None
-        if failed:
-            facts["reason"] = f"{failed.status} in one repeat: {failed.reason}"
         return Row(**facts | {key: value for key, value in known.items() if value is not None})
 
     def require_result(self, fix: str = "Run it alone first.") -> None:

@@ -18,7 +18,7 @@ from flatout.storage.json_io import Result
 from flatout.storage.streams import shortened
 
 FORMAT_VERSION = 5
-PARTS = ("batch", "checkpointing", "speedups", "prefetch")
+PARTS = ("batch", "checkpointing", "speedups")
 """What `flatout tune` varies. The order is that of the first measurements."""
 HEADINGS = {
     ("baseline", "added"): "Add one: each speedup on top of the previous ones",
@@ -27,9 +27,6 @@ HEADINGS = {
     ("point",): "",
 }
 """The kinds of rows in each table of a bench, and its title."""
-FILE, SUMMARY_FILE = "tuning.json", "changes.txt"
-"""Of a tuned script: the name of the result, and of its summary beside the records with the
-changes."""
 
 
 class Measurement(Result):
@@ -91,17 +88,15 @@ def facts_of(race: Race) -> dict[str, Any]:
 class Bench(Measurement):
     """The measured rates and gains: the fields of bench.json.
 
-    The directory `path` also has table.md, and trials.jsonl with every trial.
+    The directory `path` also has table.md.
     """
 
     recipe: str
     """Name of the recipe."""
     kind: str
-    """ablation, or the setting that was swept."""
+    """ablation, or the key that was swept."""
     config: dict[str, Any]
     """The requested configuration."""
-    config_digest: str
-    """Its SHA-256."""
     minutes: float | None
     """The time limit."""
     repeats: int
@@ -137,20 +132,7 @@ class Bench(Measurement):
 def changes_table(rows: Sequence[Row]) -> list[Table]:
     """Return the table of what was measured, the winners first, each with a plus."""
     ranked = sorted(rows, key=lambda row: not row.taken and 1 / (row.first_gain or 1e-9))
-    cells = []
-    for row in ranked:
-        first = row.first_gain and f"{row.first_gain:.2f} times as fast in one trial"
-        words = row.within_tolerance is not None and f"losses {row.words()}"
-        compiles = row.compile_s and f"compiles for {row.compile_s:.0f} s"
-        if compiles and row.pays_after:
-            compiles += f", which pays after {row.pays_after:,} steps"
-        peak = row.peak_gib and f"peak {row.peak_gib:.2f} GiB"
-        screened = row.screened and f"{row.screened.times()} within one run"
-        screened = f"{screened} on top of {row.against}" if screened and row.against else screened
-        gain = row.gain.times() if row.gain else screened or first
-        text = "; ".join(str(part) for part in (gain, row.reason, words, compiles, peak) if part)
-        cells.append(("+" * row.taken, row.name, text))
-    return [Table([Column(""), Column(""), Column("")], cells)] if cells else []
+    return [table_of(ranked)] if ranked else []
 
 
 def late_ones(left: Sequence[Row], each_s: float = 0.0) -> list[str]:
@@ -171,12 +153,8 @@ class Tuning(Measurement):
     """The setting that everything was compared with: auto, unless that failed."""
     best: Row
     """The setting that was found. Its gain is over the first setting, null for that one."""
-    prefetch: int
-    """Its optimizer steps that the data loader reads ahead."""
     precision: str
     """Its precision of the matmuls."""
-    is_rehearsed: bool
-    """Whether a trial has evaluated and saved with it."""
     changes: list[Row]
     """Every change that was measured, in order."""
     not_tried: list[Row] = Field([])

@@ -18,10 +18,10 @@ from flatout.config.schema import RunConfig, flat
 from flatout.config.sections import CheckpointConfig, LogConfig
 from flatout.config.trust import forget
 from flatout.display import Display
-from flatout.errors import ConfigError, Stopped
+from flatout.errors import ConfigError, RunFailed, Stopped
 from flatout.hardware.machine import pick_device, probe
 from flatout.measure.attach.request import Request
-from flatout.measure.trial import require_one_process, run_recipe
+from flatout.measure.trial import error_in, require_one_process, run_recipe
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.storage.streams import shortened
@@ -174,7 +174,9 @@ def _train(config: RunConfig, run: Path, steps: int, what: str, progress: Progre
         ran = run_recipe(config, run, Request(interrupt_after=steps, to_the_end=True), math.inf)
     if ran.code in (0, Stopped.exit_code):
         return max(catalog.steps(run), default=0)
-    raise ran.error(what)
+    why = ran.failure.message if ran.failure else "it ended too early"
+    fix = "Try the same recipe with `flatout train`."
+    raise error_in(ran.output) or RunFailed(f"{what} failed: {why}.", fix=fix)
 
 
 def compare_runs(whole: Path, parts: Path) -> dict[str, Any]:

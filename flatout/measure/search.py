@@ -8,8 +8,8 @@ its whole interval is a gain and the losses agree. No torch.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Tried:
     before: Setting
     after: Setting
     first_gain: float | None = None
-    """The ratio of its first trial to those beside it."""
+    """The ratio of its first trial to the one beside it."""
     seen: Mapping[str, Any] = field(default_factory=dict)
     """Fields of its row that are known from its screening."""
     is_raced: bool = False
@@ -56,12 +56,10 @@ class Search:
     """Those to measure from the start, the most promising ones first."""
     why_not: Callable[[Setting], str | None] = lambda after: None
     """Returns why a setting is not worth a measurement. None: it is."""
-    start_name: str = "auto"
     last_trials: int = 4
     """Trials for which the time is kept after the search, where something was taken."""
-    always_trials: int = 0
-    """Trials for which the time is kept in any case."""
-    tried: list[Tried] = field(default_factory=list)
+    tried: dict[str, Tried] = field(default_factory=dict)
+    """What was measured of each move, by its name."""
     taken: list[Tried] = field(default_factory=list)
     """The moves that lead from the start to `best`, in this order."""
     left: list[Row] = field(default_factory=list)
@@ -72,35 +70,26 @@ class Search:
         """The fastest setting so far."""
         return self.taken[-1].after if self.taken else self.start
 
-    def name(self, setting: Setting) -> str:
-        """Return the name of a setting: how it differs from the one that has a name."""
-        return setting.beyond(self.start) or self.start_name
-
     def leave(self, name: str, why: str) -> None:
         """Note that something is not measured."""
         self.left.append(absent_row(name, why))
 
     def run(self) -> None:
         """Search until every move is decided, or the time is up."""
-        race, late = self.race, self.screen()
-        wrong = {id(one) for one in self.tried if one.move.leaves_out and race.results(one.after)
-                 and race.check(one.after, one.before).within_tolerance is False}  # fmt: skip
-        first = [one for one in self.tried
-                 if id(one) in wrong or (one.first_gain or 0.0) >= PROMISING]  # fmt: skip
-        first.sort(key=lambda one: (id(one) not in wrong, -(one.first_gain or 0.0)))
-        queue = [one.move for one in first]
-        while queue and race.ended_by_signal is None:
-            move = queue.pop(0)
-            after = move.apply(self.best)
-            if after is None or after == self.best:
-                continue
-            if self.attempt(move, after):
-                following = move.then and move.then.apply(self.best)
-                if move.then and following and self.why_not(following) is None:
-                    queue.insert(0, move.then)
-        why = NO_TIME if race.ended_by_signal is None else f"not measured: {race.stopped_by}."
+        race, late, ranked = self.race, self.screen(), list[tuple[float, Tried]]()
+        for one in self.tried.values():
+            gain = one.first_gain or 0.0
+            if one.move.leaves_out and race.results(one.after):  # what it removes may be wrong
+                check = race.check(one.after, one.before)
+                gain = math.inf if check.within_tolerance is False else gain
+            ranked += [(gain, one)] if gain >= PROMISING else []
+        for _, one in sorted(ranked, key=lambda each: -each[0]):
+            after = one.move.apply(self.best)
+            if after and after != self.best and race.ended_by_signal is None:
+                self.attempt(one.move, after)
         for move in late:
-            self.leave(move.name, why)
+            why = f"not measured: {race.stopped_by}."
+            self.leave(move.name, NO_TIME if race.ended_by_signal is None else why)
 
     def screen(self) -> list[Move]:
         """Measure every move once, two at a time between trials of the start.
@@ -109,36 +98,25 @@ class Search:
         """
         race, waiting = self.race, dict[Setting, Move]()
         for move in self.moves:
-            after = move.apply(self.start)
-            if after is not None:
+            if (after := move.apply(self.start)) is not None:
                 waiting.setdefault(after, move)
-        bases, ok = [race.results(self.start)[-1]], list[Tried]()
-        try:
+        base = race.results(self.start)[-1]
+        with suppress(TimeIsUp):
             while waiting and self._has_time():
                 after, move = next(iter(waiting.items()))
-                why_not = self.why_not(after)
-                if why_not is not None:
-                    self.leave(move.name, why_not)
+                if why := self.why_not(after):
+                    self.leave(move.name, why)
                     del waiting[after]
                     continue
-                race.note(f"{self.name(after)}{f': {move.does}' if move.does else ''}")
                 result = race.run(after)
-                one = self.record(move, after)
-                del waiting[after]
-                if not result.is_ok:
+                one = self.record(waiting.pop(after), after)
+                if result.is_ok:
+                    one.first_gain = race.ratio(result, base)
+                else:
                     one.reason = f"failed: {result.reason}"
-                    continue
-                ok.append(one)
-                one.first_gain = race.ratio(result, bases[-1])
-                if len(ok) % 2 == 0 or not waiting:
-                    base = race.run(self.start)
-                    bases.append(base if base.is_ok else bases[-1])
-        except TimeIsUp:
-            pass
-        for number, one in enumerate(ok):
-            result = race.results(one.after)[0]
-            around = bases[number // 2 : number // 2 + 2]
-            one.first_gain = statistics.fmean(race.ratio(result, base) for base in around)
+                if len(self.tried) % 2 == 0 and waiting:
+                    again = race.run(self.start)
+                    base = again if again.is_ok else base
         return [*waiting.values()]
 
     def _has_time(self) -> bool:
@@ -146,36 +124,29 @@ class Search:
 
         While none is promising, there is nothing else to keep time for.
         """
-        has_promising = any((one.first_gain or 0.0) >= PROMISING for one in self.tried)
-        kept = [self.start] * (1 + self.always_trials)
-        return self.race.allows(*kept, share=SCREEN_SHARE if has_promising else 1.0)
+        is_any = any((one.first_gain or 0.0) >= PROMISING for one in self.tried.values())
+        return self.race.allows(self.start, share=SCREEN_SHARE if is_any else 1.0)
 
     def record(self, move: Move, after: Setting) -> Tried:
         """Return the record of a move, which is new unless it was screened."""
-        one = next((each for each in self.tried if each.move.name == move.name), None)
-        if one is None:
-            one = Tried(move, self.best, after)
-            self.tried.append(one)
+        one = self.tried.setdefault(move.name, Tried(move, self.best, after))
         one.before, one.after = self.best, after
         return one
 
     def attempt(self, move: Move, after: Setting, before: Setting | None = None) -> bool:
         """Race a move on top of the best setting or another, and return whether it was taken."""
-        race, best = self.race, before or self.best
-        kept = max(self.last_trials, self.always_trials) if self.taken else self.always_trials
-        one = self.record(move, after)
-        one.before = best
-        if not race.allows(best, after, *[after] * kept):
+        race, one = self.race, self.record(move, after)
+        one.before = before = before or self.best
+        if not race.allows(before, after, *[after] * (self.last_trials if self.taken else 0)):
             one.reason = f"{UNPROVEN}: {race.stopped_by} before it was repeated"
             if one.first_gain is None:
-                self.tried.remove(one)
+                del self.tried[move.name]
                 self.leave(move.name, NO_TIME)
             return False
-        race.note(f"{self.name(after)} beside {self.name(best)}")
-        one.reason = self.prove(one.after, one.before, move, reserve=self.last_trials // 2)
-        one.is_raced = race.gain(after, best) is not None
+        one.reason = self.prove(after, before, move, reserve=self.last_trials // 2)
+        one.is_raced = race.gain(after, before) is not None
         if not race.results(after) and not race.failure(after):
-            self.tried.remove(one)
+            del self.tried[move.name]
         one.taken = one.reason is None
         self.taken += [one] * one.taken
         return one.taken
@@ -221,9 +192,9 @@ class Search:
                 first_gain=one.first_gain,
                 taken=one.taken,
                 reason=one.reason,
-                **({"against": self.name(one.before)} if one.is_raced else one.seen),
+                **({"against": self.race.name(one.before)} if one.is_raced else one.seen),
             )
-            for one in self.tried
+            for one in self.tried.values()
         ]
 
 

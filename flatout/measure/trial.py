@@ -28,7 +28,6 @@ from pydantic import Field, ValidationError
 
 from flatout import errors
 from flatout.config.documents import dump_yaml
-from flatout.config.registry import is_user_code
 from flatout.config.schema import RunConfig
 from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
@@ -52,8 +51,6 @@ REQUEST = "FLATOUT_ATTACH"
 """The environment variable by which a process finds what is asked of it."""
 NOT_IMPORTED = "torch was not imported"
 HOOK = Path(__file__).parent / "attach" / "sitecustomize.py"
-FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
-"""File, line and text of a frame in a traceback."""
 LOOK_S = 0.2
 """Seconds for which the use of the cores is looked at."""
 NO_MEMORY = "out of memory|can't allocate memory"
@@ -67,8 +64,6 @@ QUIET: dict[str, Any] = {
     "checkpoint.upload": None,
 }
 """Switches off everything but training."""
-OF_A_TRIAL: dict[str, Any] = {"log.every": 1, "log.to": []}
-"""A trial records every step."""
 MIN_RUN_STEPS = 2_000
 """Shorter recipes are extended to this many steps, so that they can warm up and be measured."""
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
@@ -95,7 +90,8 @@ class Ran(NamedTuple):
         if error := error_in(self.output):
             return failure_of(error, self.answer.steps)
         kind: FailureKind = "error"
-        message = last_words(self.output) or f"The process ended with exit code {self.code}"
+        last = self.output.rpartition("\n")[2][:300]
+        message = last or f"The process ended with exit code {self.code}"
         if not self.has_ended:
             kind, message = "hang", f"The process took longer than {self.process_s:.0f} s"
         elif not self.code:
@@ -105,13 +101,6 @@ class Ran(NamedTuple):
             if self.code == -signal.SIGKILL:
                 kind, message = "killed", f"{message}: the usual cause is too little memory"
         return Failure(kind=kind, message=message)
-
-    def error(self, what: str) -> FlatoutError:
-        """Return the error to raise where a run of flatout's own failed in doing something."""
-        why = self.failure.message if self.failure else "it ended too early"
-        return error_in(self.output) or RunFailed(
-            f"{what} failed: {why}.", fix="Try the same recipe with `flatout train`."
-        )
 
 
 class Result(Answer):
@@ -126,8 +115,6 @@ class Result(Answer):
     """Of a recipe: micro-batches per step."""
     tokens_per_step: int | None = None
     """Of a recipe."""
-    data_ms: float | None = None
-    """Of a recipe: the part of a step spent waiting for data."""
     environment: dict[str, Any] = Field({})
     """Of a recipe: device, processor, threads, torch."""
     process_s: float = 0.0
@@ -339,17 +326,6 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def last_words(output: str) -> str:
-    """Return the last line of an output, with the user's own line if it is an error without a
-    message.
-    """
-    last = output.rpartition("\n")[2]
-    own = [line for line in FRAME.findall(output) if is_user_code(line[0])]
-    if own and not re.search(r"[: ]", last):
-        last += " at {}:{}: {}".format(*own[-1])
-    return last[:300]
-
-
 def result_of(ran: Ran) -> Result:
     """Return what a trial measured, or why it failed."""
     answer, failure, status, reason = ran.answer, ran.failure, "failed", None
@@ -369,34 +345,31 @@ def result_of(ran: Ran) -> Result:
     return Result(**dict(answer) | ended)
 
 
-def try_command(
+def run_in_copy(
+    copy: Scratch,
     command: Sequence[str],
-    timing: Timing,
-    limit_s: float,
+    request: Request,
     *,
-    folder: Path,
-    changes: Sequence[str] = (),
-    copy: Scratch | None = None,
+    limit_s: float,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Result:
-    """Time some steps of a script, with changes, and return the result.
+    note: Callable[[str], object] = lambda text: None,
+) -> Ran:
+    """Run a command in a copy of the user's directory until it answers a request.
 
-    In a `copy` of its directory, the words of the command and of the reason are those of the
-    original.
+    The words of the command, of the answer and of what it printed are those of the original.
     """
     ran = run_command(
-        [copy.inside(word) for word in command] if copy else command,
-        Request(changes=tuple(changes), timing=timing, copy_of_user=copy and str(copy.path)),
-        folder=folder,
+        [copy.inside(word) for word in command],
+        request.model_copy(update={"copy_of_user": str(copy.path)}),
+        folder=copy.of(Path.cwd()),
         is_captured=True,
-        environment={**(copy.environment() if copy else {}), **environment},
+        environment={**copy.environment(), **environment},
         limit_s=limit_s,
         grace_s=0.0,
+        note=note,
     )
-    found = result_of(ran)
-    if copy and found.reason:
-        found = found.model_copy(update={"reason": copy.original(found.reason)})
-    return found
+    answer = Answer.model_validate_json(copy.original(ran.answer.model_dump_json()))
+    return ran._replace(answer=answer, output=copy.original(ran.output))
 
 
 def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: float) -> Ran:
@@ -418,47 +391,36 @@ def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: floa
     )
 
 
-def try_recipe(
-    config: RunConfig,
-    timing: Timing,
-    limit_s: float,
-    run_dir: Path,
-    stated: Mapping[str, Any] = MappingProxyType({}),
-) -> Result:
+def try_recipe(config: RunConfig, timing: Timing, limit_s: float) -> Result:
     """Time some steps of a recipe, whose rows and speedups are stated, and return the result.
 
     Its schedule is that of the full run, which ends early. A speedup that had to be switched off
-    makes the trial fail. `stated` are keys for what a trial does besides training.
+    makes the trial fail.
     """
-    steps = max(config.train.steps or 0, MIN_RUN_STEPS)
-    length = {"train.steps": steps} if config.train.steps else {}
-    quiet = config.with_values(QUIET | OF_A_TRIAL | length | dict(stated))
-    ran = run_recipe(quiet, run_dir, Request(timing=timing), limit_s)
-    found = result_of(ran)
-    chosen = layout.read_config(run_dir) if found.is_ok else None
-    if chosen is not None:
-        found = found.model_copy(update=_recorded(run_dir, chosen, config, found))
-    return found
-
-
-def _recorded(run_dir: Path, chosen: RunConfig, asked: RunConfig, found: Result) -> dict[str, Any]:
-    """Return what the run directory of a trial adds to its result."""
-    log = RunLog(run_dir)
-    records, events = [each for each in log.records() if "train/loss" in each], log.events
-    measured = [each for each in records if each["step"] > found.warmup_steps + 1] or records
-    stated = () if isinstance(asked.speedups, str) else asked.speedups
+    keys = QUIET | {"log.every": 1, "log.to": []}
+    if config.train.steps:
+        keys["train.steps"] = max(config.train.steps, MIN_RUN_STEPS)
+    quiet = config.with_values(keys)
+    with tempfile.TemporaryDirectory(prefix="flatout-trial-") as folder:
+        run_dir = Path(folder) / "run"
+        found = result_of(run_recipe(quiet, run_dir, Request(timing=timing), limit_s))
+        chosen = layout.read_config(run_dir) if found.is_ok else None
+        if chosen is None:
+            return found
+        log, batch = RunLog(run_dir), chosen.batch
+        losses = [each["train/loss"] for each in log.records() if "train/loss" in each]
+        events = log.events
     facts: dict[str, Any] = {
-        "losses": [each["train/loss"] for each in records],
+        "rows_per_device": batch.rows_per_device,
+        "accumulate": batch.accumulate,
+        "tokens_per_step": batch.tokens_per_step,
+        "losses": losses,
         "environment": next((e["environment"] for e in events if e["event"] == "start"), {}),
     }
-    for name in ("rows_per_device", "accumulate", "tokens_per_step"):
-        facts[name] = getattr(chosen.batch, name)
-    waits = [e["perf/data_wait_ms"] for e in measured if "perf/data_wait_ms" in e]
-    facts["data_ms"] = statistics.fmean(waits or [math.nan])
     for each in events:
-        if each.get("on") is False and each["name"] in stated:
+        if each.get("on") is False and each["name"] in config.speedups:
             facts |= {"status": "failed", "reason": f"{each['name']}: {each['reason']}."}
-    return facts
+    return found.model_copy(update=facts)
 
 
 def error_in(output: str) -> FlatoutError | None:

@@ -20,10 +20,10 @@ class MadeUp:
 
     def __init__(self, **settings):
         self.speedups, self.rows = settings.pop("speedups", {}), settings.pop("rows", {})
-        self.fits = settings.pop("fits", lambda rows, on, besides: True)
+        self.fits = settings.pop("fits", lambda rows, on: True)
         self.losses, self.noise = settings.pop("losses", {}), settings.pop("noise", 0.005)
         self.overhead_s = settings.pop("overhead_s", 5.0)
-        self.compile_s, self.data_ms = settings.pop("compile_s", {}), settings.pop("data_ms", 1.0)
+        self.compile_s = settings.pop("compile_s", {})
         self.stops_after = settings.pop("stops_after", 10**9)
         self.error, self.fails = settings.pop("error", KeyboardInterrupt), settings.pop("fails", {})
         self.is_gpu = settings.pop("is_gpu", False)
@@ -44,10 +44,10 @@ class MadeUp:
             rate *= self.speedups.get(name, 1.0)
         return rate
 
-    def __call__(self, config, timing, limit_s, run_dir, besides):
+    def __call__(self, config, timing, limit_s):
         if len(self.trials) >= self.stops_after:
             raise self.error
-        self.trials.append((config, timing, besides))
+        self.trials.append((config, timing))
         on = [] if config.speedups == "none" else list(config.speedups)
         rows = config.batch.rows_per_device
         rows = rows if isinstance(rows, int) else 8
@@ -59,7 +59,7 @@ class MadeUp:
         for name, result in self.fails.items():
             if name == "all" or name in on:
                 return result.model_copy(update={"process_s": took})
-        if not self.fits(rows, on, besides):
+        if not self.fits(rows, on):
             return OUT_OF_MEMORY.model_copy(update={"process_s": took})
         draw = random.Random(len(self.trials)).uniform(-1, 1)
         step_s = config.batch.tokens_per_step / self.rate(rows, on) * (1 + self.noise * draw)
@@ -74,7 +74,6 @@ class MadeUp:
             accumulate=config.batch.tokens_per_step // (rows * config.data.seq_len),
             tokens_per_step=config.batch.tokens_per_step,
             peak_gib=0.5,
-            data_ms=self.data_ms,
             environment={"torch": "2.13.0", "device": "cpu"},
             process_s=took,
         )

@@ -11,7 +11,8 @@ from flatout.cli import main as cli
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure import compare as comparing
 from flatout.measure import trial
-from flatout.measure.trial import Result
+from flatout.measure.attach.request import Answer
+from flatout.measure.trial import Ran
 
 SCRIPT = """
 import sys, time, torch
@@ -31,17 +32,17 @@ def made_up(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seeds, ran = [], []
 
-    def try_command(command, timing, limit_s, **_):
-        seeds.append(timing.seed_offset)
+    def run_command(command, request, **_):
+        seeds.append(request.timing.seed_offset)
         ran.append(command[-1])
         if command[-1] == "fails" or ("once" in command and len(ran) > 4):
-            return Result(status="failed", reason="ValueError: boom")
+            return Ran(Answer(), 1, "ValueError: boom", True)
         jitter = 1 + 0.002 * (len(ran) % 3)
         losses = [3.0 + seeds[-1] + 0.5 * ("wrong" in command)] * 20
         found = {"step_s": [1e-3 * float(command[-1]) * jitter] * 20, "losses": losses}
-        return Result(**found, peak_gib=float(command[-1]) / 10, process_s=1.0)
+        return Ran(Answer(**found, peak_gib=float(command[-1]) / 10), 0, "", True, 1.0)
 
-    monkeypatch.setattr(comparing, "try_command", try_command)
+    monkeypatch.setattr(trial, "run_command", run_command)
     monkeypatch.setattr(comparing, "program_in", list)
     monkeypatch.setattr(trial, "LOOK_S", 0.0)
     return ran
@@ -105,14 +106,14 @@ def test_a_command_that_fails_is_named(made_up):
 
 @pytest.mark.parametrize(("after", "code"), [(0, 130), (3, 130)])
 def test_an_interruption_is_said(made_up, monkeypatch, capsys, after, code):
-    plain = comparing.try_command
+    plain = trial.run_command
 
     def interrupted(*words, **options):
         if len(made_up) >= after:
             raise KeyboardInterrupt
         return plain(*words, **options)
 
-    monkeypatch.setattr(comparing, "try_command", interrupted)
+    monkeypatch.setattr(trial, "run_command", interrupted)
     assert cli.execute(["compare", "--", "train", "10", "--", "train", "5"]) == code
     shown = capsys.readouterr()
     assert "Interrupted" in (shown.out if after else shown.err)

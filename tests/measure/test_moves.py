@@ -24,19 +24,26 @@ from flatout.measure.moves import (
 )
 from flatout.measure.resolving import choose, resolve_here
 from flatout.measure.results import PARTS
-from flatout.measure.tune import Space, space_of
+from flatout.measure.tune import moves_of
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def space(tiny_config):
-    """Return a function that makes the space of a tiny configuration."""
+def tuned(tiny_config):
+    """Return a function that finds the moves of a tiny recipe, of which `most` rows fit, and four
+    times as many with checkpointing; and what it leaves out.
+    """
 
-    def make(*, only=PARTS, statistical=False, **changes):
+    def make(*, only=PARTS, statistical=False, most=1000, **changes):
         config = tiny_config(**({"batch__rows_per_device": "auto", "speedups": "auto"} | changes))
         resolved = replace(resolve_here(config), additions=choose(config)[2])
-        return space_of(config, resolved, only, statistical=statistical)
+
+        def obstacle(setting):
+            limit = most * (4 if "checkpointing" in setting.on else 1)
+            return None if setting.rows <= limit else "too large"
+
+        return moves_of(config, resolved, only, obstacle, statistical=statistical)
 
     return make
 
@@ -58,63 +65,54 @@ def test_only_rejects_unknown_words():
         parse_only("bacth")
 
 
-def test_tune_leaves_out_what_is_on_and_adds_what_is_off(space):
-    found = space()
-    assert {"- fused-adamw", "+ checkpointing", "data.prefetch=2"} <= set(names(found.known))
-    assert not any("micro-batch" in name for name in names(found.known))
-    left = {each.name: each.reason for each in found.left}
-    assert "a trial does not time saves" in left["async-checkpoints"]
-    assert "cannot be added" in left["cuda-graphs"]
-    assert "--statistical" in left["length-buckets"]
-    assert any("length-buckets" in name for name in names(space(statistical=True).known))
-    stated = space(speedups="auto,-fused-adamw,+checkpointing")
-    assert not any("fused-adamw" in name for name in names(stated.known))
-    assert not any(name.endswith(" checkpointing") for name in names(stated.known))
-    assert space(speedups=["prefetch", "fused-adamw"], only=["speedups"]).known == []
-    assert names(space(only=["fused-adamw"]).known) == ["- fused-adamw"]
-    assert names(space(only=["batch"]).moves()) == [f"{ROWS}=4"]
+def test_tune_leaves_out_what_is_on_and_adds_what_is_off(tuned):
+    moves, left = tuned()
+    assert {"- fused-adamw", "+ checkpointing"} <= set(names(moves))
+    assert not any("micro-batch" in name for name in names(moves))
+    reasons = {each.name: each.reason for each in left}
+    assert "a trial does not time saves" in reasons["async-checkpoints"]
+    assert "cannot be added" in reasons["cuda-graphs"]
+    assert "--statistical" in reasons["length-buckets"]
+    assert any("length-buckets" in name for name in names(tuned(statistical=True)[0]))
+    stated, _ = tuned(speedups="auto,-fused-adamw,+checkpointing")
+    assert not any("fused-adamw" in name for name in names(stated))
+    assert not any(name.endswith(" checkpointing") for name in names(stated))
+    assert tuned(speedups=["prefetch", "fused-adamw"], only=["speedups"])[0] == []
+    assert names(tuned(only=["fused-adamw"])[0]) == ["- fused-adamw"]
 
 
 CHECKPOINTING = SpeedupMove(
     "+ checkpointing", frozenset({"checkpointing"}), part="checkpointing", speedup="checkpointing"
 )
-START = Setting().but({ROWS: 4, "data.prefetch": 4})
-
-
-def limited_to(most, *known):
-    """Return a space: `most` rows fit, four times as many with checkpointing."""
-
-    def obstacle(setting):
-        limit = most * (4 if "checkpointing" in setting.on else 1)
-        return None if setting.rows <= limit else "too large"
-
-    return Space(START, ("batch",), known, [], (1, 2, 4, 8, 16, 32), obstacle)
+START = Setting().but({ROWS: 4})
 
 
 def test_a_move_takes_the_place_of_its_rival_and_needs_its_needs():
     setting = Setting(frozenset({"selective-checkpointing", "prefetch"}))
     assert CHECKPOINTING.apply(setting).on == {"checkpointing", "prefetch"}
     assert SpeedupMove("+ x", frozenset({"length-buckets"})).apply(Setting()) is None
-    other = Setting(frozenset({"prefetch"})).but({ROWS: 2, "data.prefetch": 4})
+    other = Setting(frozenset({"prefetch"})).but({ROWS: 2})
     start = replace(START, on=frozenset({"fused-adamw"}))
     assert other.beyond(start) == f"{ROWS}=2, + prefetch, - fused-adamw"
     assert start.beyond(start) == ""
 
 
-def test_rows_go_on_in_both_directions_and_to_the_most_that_fit():
-    moves = limited_to(16).moves()
-    assert names(moves) == [f"{ROWS}={rows}" for rows in (8, 2, 16)]
-    assert [moves[0].then.name, moves[0].then.then.name] == [f"{ROWS}=16", f"{ROWS}=32"]
-    assert (moves[1].then.name, moves[1].then.then) == (f"{ROWS}=1", None)
-    assert names(limited_to(4).moves()) == [f"{ROWS}=2"]
+def test_the_nearest_rows_and_the_most_that_fit_are_tried(tuned):
+    step = {"batch__tokens_per_step": 64 * 16, "batch__rows_per_device": 4}
+    moves, _ = tuned(only=["batch"], **step)
+    assert names(moves) == [f"{ROWS}={rows}" for rows in (2, 8, 1, 16, 64)]
+    assert names(tuned(only=["batch"], most=8, **step)[0]) == [f"{ROWS}={n}" for n in (2, 8, 1)]
 
 
-def test_checkpointing_is_tried_with_the_rows_that_then_fit():
-    grown, plain = limited_to(4, CHECKPOINTING).moves()[1:]
-    assert (grown.name, grown.values) == (f"+ checkpointing, {ROWS}=16", {ROWS: 16})
+def test_checkpointing_is_tried_with_the_rows_that_then_fit(tuned):
+    step = {"batch__tokens_per_step": 64 * 16, "batch__rows_per_device": 4}
+    only = ["batch", "checkpointing"]
+    found = {move.name: move for move in tuned(only=only, most=4, **step)[0]}
+    grown = found[f"+ checkpointing, {ROWS}=16"]
+    assert grown.values == {ROWS: 16}
     assert grown.speedup is None, "its gain is not that of checkpointing alone"
-    assert plain == CHECKPOINTING
-    assert names(limited_to(32, CHECKPOINTING).moves())[3:] == ["+ checkpointing"]
+    assert found["+ checkpointing"] == CHECKPOINTING
+    assert not any(", " in name for name in names(tuned(only=only, **step)[0]))
 
 
 def test_the_estimate_decides_what_cannot_fit(tiny_config):

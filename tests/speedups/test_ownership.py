@@ -4,7 +4,6 @@ import ast
 import shutil
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from table import tables
@@ -17,7 +16,6 @@ from flatout.config.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware.machine import Gpu, Machine
-from flatout.measure.bench import SWEEPS, precisions
 from flatout.measure.moves import ablation
 from flatout.measure.resolving import Resolved
 
@@ -63,7 +61,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def require_everything_works(names: set[str]) -> None:
-    """Check that listing, selection, recipes, configs, tables, ablation and sweeps know `names`."""
+    """Check that listing, selection, recipes, configs, tables and the ablation know `names`."""
     assert {item.name for item in list_entries("speedups").items} == names
     assert {speedup.name for speedup in all_speedups()} == names
     assert all(f"| `{name}` |" in tables() for name in names)
@@ -74,7 +72,7 @@ def require_everything_works(names: set[str]) -> None:
             assert {decision.name for decision in decisions} == names
             assemble(d.name for d in decisions if d.on)
             assert ablation(config, Resolved(config, decisions, machine, None))
-    assert {*precisions(), *speedups_for("loader"), *speedups_for("most_rows")} <= names
+    assert {*speedups_for("loader"), *speedups_for("most_rows")} <= names
     for name in names:
         assert parse_request(f"auto,-{name}").dropped == (name,)
 
@@ -130,12 +128,10 @@ def test_deleting_a_speedup_leaves_the_rest_working(without):
                 select(config, MACHINES["cuda"], device="cuda", minutes=60.0)
 
 
-def test_without_a_provider_there_is_no_precision_and_no_prefetch(without):
-    without("fp16", "prefetch")
+def test_without_a_provider_there_is_no_precision(without):
+    without("fp16")
     with pytest.raises(ConfigError, match=r"No speedup provides train\.precision=fp16"):
         select(load_config(None, ["train.precision=fp16"]), MACHINES["cuda"], device="cuda")
-    points = SWEEPS["prefetch"](SimpleNamespace(speedups=()))
-    assert list(points) == ["no prefetch"]
 
 
 @cache

@@ -14,7 +14,6 @@ from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.attach.request import DEFAULT_SECONDS, Request
 from flatout.measure.diagnose.diagnosis import (
-    FILE,
     Diagnosis,
     diagnosis_of,
     next_for_recipe,
@@ -26,25 +25,6 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, find_run, run_names
-
-
-class DiagnoseResult(Diagnosis):
-    """A verdict and its evidence."""
-
-    path: str | None = None
-    """findings.json in the run directory. Null when there is no run directory."""
-    script_code: int | None = None
-    """Exit code of a script. Null when it was ended after its measurement."""
-
-    @property
-    def exit_code(self) -> int:
-        """As for `train`: 2 if the recipe cannot start, 1 if its measured steps failed, else 0.
-
-        For a recorded run, it is 0. A script's is its own.
-        """
-        codes = {"preflight": 2, "measured run": 1, "script": self.script_code or 1}
-        fails = any(finding.harm == "fails" for finding in self.findings)
-        return codes.get(self.source, 0) if fails else 0
 
 
 @checked
@@ -67,7 +47,7 @@ def diagnose(
     script: Sequence[str] = (),
     as_json: bool = False,
     progress: Progress = SILENT,
-) -> DiagnoseResult:
+) -> Diagnosis:
     """Show what slows a training script or a run down, with evidence, and how to fix it.
 
     After `--` comes the command of any PyTorch training script, which is measured without an edit
@@ -77,8 +57,7 @@ def diagnose(
     machine, the environment, the memory and the data, runs the recipe for some seconds in a
     separate process, and divides each step into waiting for data, host, computation, optimizer,
     logging, saving, garbage collection and compiling. For a run, it reads what the run has
-    recorded. Nothing is trained, and only findings.json is written, into a run directory. What was
-    not measured is null.
+    recorded. Nothing is trained or written. What was not measured is null.
     Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
@@ -90,8 +69,7 @@ def diagnose(
         require_one("diagnose", script, recipe, overrides)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
-        known = of_script(found, script, code, to_the_end=to_the_end)
-        return DiagnoseResult(**dict(found) | known, script_code=code)
+        return of_script(found, script, code, to_the_end=to_the_end)
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
         raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
@@ -102,18 +80,10 @@ def diagnose(
             raise MissingPackage(
                 f"torch cannot be imported: {error}.", fix="Install it again: `pip install torch`."
             ) from error
-        return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
+        return diagnosis_of(machine_evidence(progress=progress))
     folder, words = find_recorded(recipe), list(overrides or ())
     if folder is not None and not words:
-        found, path = diagnosis_of(recorded_evidence(folder)), None
-        try:
-            path = str(found.write(folder))
-        except OSError as error:
-            progress.say(
-                f"{folder / FILE} cannot be written ({error.strerror or error}), so `flatout "
-                "report` will not show these findings."
-            )
-        return DiagnoseResult(**dict(found), path=path)
+        return diagnosis_of(recorded_evidence(folder))
     if folder is None and Path(recipe).parent == RUNS and not Path(recipe).exists():
         find_run(recipe)  # raises, with the nearest name
     name, choices = str(recipe), [*RECIPES.names(), *run_names()]
@@ -128,7 +98,7 @@ def diagnose(
         diagnose_recipe(config, seconds=seconds, cache=default_cache(), progress=progress)
     )
     then = next_for_recipe(found, config, recipe, words)
-    return DiagnoseResult(**dict(found) | {"next": then})
+    return found.model_copy(update={"next": then})
 
 
 def require_one(command: str, script: Sequence[str], recipe: object, more: object) -> None:

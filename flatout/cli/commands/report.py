@@ -9,7 +9,6 @@ from typing import Annotated
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import OutputInUse
-from flatout.measure.results import FILE as TUNING
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_whole, writing
 from flatout.storage.json_io import Result
@@ -62,8 +61,7 @@ def report(
 
     The page has the settings in which several runs differ, the results, the curves (against steps,
     tokens or time), findings, events and settings. It is one file that opens offline. A
-    directory with a metrics.jsonl of another training loop works too, and the one that
-    `flatout tune -- python train.py` wrote, with its table and its patch.
+    directory with a metrics.jsonl of another training loop works too.
 
     Raises: CheckpointError when a run does not exist; MissingPackage without bokeh.
     """
@@ -74,8 +72,7 @@ def report(
     given = (
         [runs] if isinstance(runs, str | Path) else runs or run_names()[:1] or [str(RUNS / "NAME")]
     )
-    folders = [folder for run in given for folder in _folders(run)]
-    folders = list({folder.resolve(): folder for folder in folders}.values())
+    folders = list({folder.resolve(): folder for folder in map(_folder, given)}.values())
     require_local(out or "", "--out ")
     path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
     path = path / FILE_NAME if path.is_dir() else path
@@ -100,16 +97,13 @@ def report(
     )
 
 
-def _folders(run: str | Path) -> list[Path]:
+def _folder(run: str | Path) -> Path:
     """Return the run directory, or a directory with the records of another training loop.
 
-    What `flatout tune` found about a script has two: before and after its changes.
     Raises: CheckpointError.
     """
     path = Path(run)
-    if str(run) and (path / TUNING).is_file():
-        return [path / "before", path / "after"]
-    return [path if str(run) and (path / layout.METRICS).is_file() else find_run(run)]
+    return path if str(run) and (path / layout.METRICS).is_file() else find_run(run)
 
 
 def _require_ours(path: Path) -> None:

@@ -50,10 +50,10 @@ def run(
     Raises: ConfigError for an unknown change, or without a script.
     """
     from flatout.measure.attach.request import Request
-    from flatout.measure.scripts.changes import CHANGES, GONE
+    from flatout.measure.scripts.changes import CHANGES
     from flatout.measure.trial import run_command
 
-    names = names_in(changes, CHANGES, "change", GONE)
+    names = names_in(changes, CHANGES, "change")
     if not script or not names:
         raise ConfigError(
             "There is no script to run, or no change to run it with.",

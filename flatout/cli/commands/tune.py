@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +32,8 @@ def tune(
     only: Annotated[
         str | None,
         Option(
-            "Tune only these, separated by commas: batch, checkpointing, speedups, prefetch, "
-            "or names of speedups."
+            "Tune only these, separated by commas: batch, checkpointing, speedups, or names of "
+            "speedups."
         ),
     ] = None,
     statistical: Annotated[
@@ -62,12 +62,11 @@ def tune(
 
     For a recipe, as in `flatout tune my.yaml --minutes 10`, the fastest settings on this machine
     are written as a recipe. It starts from what `train` would choose, and varies the micro-batch,
-    activation checkpointing, the speedups and the prefetch by measured tokens per second. The
-    tokens per optimizer step never change: other rows per micro-batch mean other accumulation. Each
-    trial runs in its own process, and the fastest setting also evaluates one batch and saves once,
-    so that it does not run out of memory later. A change is taken if it is faster and its losses
-    stay within the tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C
-    writes the best setting so far. The measured gains are kept for `auto`.
+    activation checkpointing and the speedups by measured tokens per second. The tokens per
+    optimizer step never change: other rows per micro-batch mean other accumulation. Each trial runs
+    in its own process. A change is taken if it is faster and its losses stay within the tolerance.
+    Speedups that the recipe names or excludes stay as they are. Ctrl+C writes the best setting so
+    far. The measured gains are kept for `auto`.
 
     Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
@@ -76,14 +75,14 @@ def tune(
     """
     require_one("tune", script, recipe, overrides or statistical)
     if recipe is None:
-        from flatout.measure.scripts.changes import CHANGES, GONE
+        from flatout.measure.scripts.changes import CHANGES
         from flatout.measure.scripts.tune import tune_script
 
         return tune_script(
             script,
             out=out,
             minutes=minutes,
-            only=names_in(only, CHANGES, "change", GONE),
+            only=names_in(only, CHANGES, "change"),
             patch=patch,
             progress=progress,
         )
@@ -124,18 +123,13 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     return words or PARTS
 
 
-def names_in(
-    text: str | None, known: Collection[str], what: str, gone: Mapping[str, str] | None = None
-) -> tuple[str, ...]:
+def names_in(text: str | None, known: Collection[str], what: str) -> tuple[str, ...]:
     """Return the names in a text, which commas separate.
 
-    Raises: ConfigError for an unknown one, with the nearest name, or for one that is `gone`, with
-            what to do instead.
+    Raises: ConfigError for an unknown one, with the nearest name.
     """
     names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
     for name in names:
-        if name in (gone or {}):
-            raise ConfigError(f"There is no {what} {name!r} any more.", fix=(gone or {})[name])
         if name not in known:
             raise unknown_name(what, name, known)
     return names

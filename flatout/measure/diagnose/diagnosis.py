@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.assembly.choices import adding, parse_request, removing
 from flatout.config.schema import RunConfig
@@ -13,12 +13,9 @@ from flatout.display import Column, Display, Show, Table, displayed, duration, m
 from flatout.measure.evidence import Evidence
 from flatout.measure.rules import Finding, rules
 from flatout.progress import counted
-from flatout.storage.files import write_text
 from flatout.storage.json_io import Result
 
 FORMAT_VERSION = 3
-FILE = "findings.json"
-"""Its name in a run directory."""
 CLEAR = 0.1
 """Share of a script's step from which a line is at fault, however busy the machine is."""
 ORDER = ("fails", "spoils", "slows", "warns")
@@ -56,7 +53,7 @@ def step_in_words(found: Diagnosis) -> str:
 
 
 class Diagnosis(Result):
-    """A verdict and its evidence, as written to findings.json."""
+    """A verdict and its evidence."""
 
     format_version: int = FORMAT_VERSION
     """Version of the format."""
@@ -80,12 +77,18 @@ class Diagnosis(Result):
     """The command to run next."""
     notes: tuple[str, ...]
     """What could not be measured, and why."""
+    script_code: int | None = None
+    """Exit code of a script. Null when it was ended after its measurement."""
 
-    def write(self, folder: Path) -> Path:
-        """Write findings.json into a directory and return its path."""
-        path = folder / FILE
-        write_text(path, self.model_dump_json(indent=1) + "\n")
-        return path
+    @property
+    def exit_code(self) -> int:
+        """As for `train`: 2 if the recipe cannot start, 1 if its measured steps failed, else 0.
+
+        For a recorded run, it is 0. A script's is its own.
+        """
+        codes = {"preflight": 2, "measured run": 1, "script": self.script_code or 1}
+        fails = any(finding.harm == "fails" for finding in self.findings)
+        return codes.get(self.source, 0) if fails else 0
 
     def display(self) -> Display:
         """Return the verdict, where the time goes, the findings with their fixes, and the notes."""
@@ -97,15 +100,6 @@ class Diagnosis(Result):
         notes = [f"Note: {note}" for note in self.notes]
         notes += [f"Next: {self.next}"] if self.next else []
         return Display(self.verdict, [*displayed(self).values, *self.about], tables, notes)
-
-
-def read_diagnosis(folder: Path) -> Diagnosis | None:
-    """Return the diagnosis in a directory's findings.json. None when it is missing or damaged."""
-    try:
-        found = Diagnosis.model_validate_json((folder / FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if found.format_version == FORMAT_VERSION else None
 
 
 def diagnosis_of(evidence: Evidence) -> Diagnosis:
@@ -171,8 +165,8 @@ def _healthy(evidence: Evidence) -> str:
 
 def of_script(
     found: Diagnosis, script: Sequence[str], code: int | None, *, to_the_end: bool
-) -> dict[str, Any]:
-    """Return how a script ended, and the command to run next, as fields of its diagnosis."""
+) -> Diagnosis:
+    """Return a diagnosis of a script with how it ended, and the command to run next."""
     how = "ended after the measurement; --to-the-end lets it continue"
     if code:
         how = f"failed with exit code {code}"
@@ -180,7 +174,8 @@ def of_script(
         how = "was interrupted" if code is None else "ran to its end"
     about = (*found.about, ("Script", how))
     fails = any(one.harm == "fails" for one in found.findings)
-    return {"about": about, "next": None if fails else f"`flatout tune -- {shlex.join(script)}`"}
+    then = None if fails else f"`flatout tune -- {shlex.join(script)}`"
+    return found.model_copy(update={"about": about, "next": then, "script_code": code})
 
 
 def next_for_recipe(

@@ -201,11 +201,10 @@ def with_auto(
     timing = Timing(seconds=part_s, warmup_s=part_s, limit_s=2 * part_s)
 
     def start(words: tuple[str, ...], _: int, limit_s: float) -> Result:
-        with tempfile.TemporaryDirectory(prefix="flatout-trials-") as scratch:
-            setting = config.with_values(parse_overrides(words, RunConfig))
-            return try_recipe(setting, timing, limit_s, Path(scratch) / "run")
+        setting = config.with_values(parse_overrides(words, RunConfig))
+        return try_recipe(setting, timing, limit_s)
 
-    race = Race(start, lambda *_: Tolerance.exact(), longest_s=LIMIT_S)
+    race = Race(start, lambda *_: Tolerance.exact(), longest_s=LIMIT_S, name=" ".join)
     if words:
         with race.running(progress, f"Measuring {name}"):
             race.compare(words, (), rounds=2)

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.measure.diagnose.diagnosis import FILE, read_diagnosis
+from flatout.errors import FlatoutError
+from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.evidence import typical
-from flatout.measure.results import SUMMARY_FILE
 from flatout.progress import counted
 from flatout.storage.json_io import is_finite
 from flatout.training.run_dir.runlog import RunLog
@@ -104,16 +106,10 @@ class RunData(RunLog):
         if not self.num_records:
             self.notes.append("metrics.jsonl has no records yet, so there are no curves.")
         _ = self.settings, self.summary  # now, as their damage becomes a note
-        self.diagnosis = read_diagnosis(path)
-        """What `flatout diagnose` found."""
-        if self.diagnosis is None and (path / FILE).exists():
-            self.notes.append(f"{FILE} is damaged, or was not written by this version of flatout.")
-
-    @property
-    def changes(self) -> str:
-        """What `flatout tune` changed in a script, and the patch."""
-        path = self.path / SUMMARY_FILE
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        self.diagnosis: Diagnosis | None = None
+        """What `flatout diagnose` finds in the records. None where there are too few."""
+        with suppress(FlatoutError):
+            self.diagnosis = diagnosis_of(recorded_evidence(path))
 
     def values(self, metric: str) -> list[float]:
         """Return the finite values of a metric."""

@@ -12,7 +12,6 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from flatout.display import UNKNOWN, Column, Display, Table, digits, duration, html, plain
@@ -101,7 +100,7 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def sections(runs: Sequence[RunData]) -> Iterator[PageSection]:
-    """Yield the sections: changes, differences, results, findings, events, settings."""
+    """Yield the sections: differences, results, findings, events, settings."""
     several, every = len(runs) > 1, [settings(run) for run in runs]
     columns = [Column(""), *(Column(run.name) for run in runs)]
 
@@ -113,9 +112,6 @@ def sections(runs: Sequence[RunData]) -> Iterator[PageSection]:
         tables = [Table(columns, kept)] if kept else []
         return html(Display(tables=tables, notes=notes))
 
-    for run in runs:
-        if run.changes:
-            yield PageSection("changes", "Changes", f"<pre>{escape(cut(run.changes))}</pre>")
     if several:
         notes = comparability(every) if any(every) else [NO_SETTINGS]
         yield PageSection("differences", "Differences", table(every, notes, all_rows=False))
@@ -193,6 +189,5 @@ def comparability(every: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def settings(run: RunData) -> dict[str, str]:
-    """Return the settings of a run, of a script the changes by tune."""
-    changes = {str(e.get("name")): e.get("on") for e in run.events if e["event"] == "speedup"}
-    return {name: cut(plain(value)) for name, value in (run.settings or changes).items()}
+    """Return the settings of a run."""
+    return {name: cut(plain(value)) for name, value in run.settings.items()}

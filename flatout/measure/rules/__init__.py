@@ -43,7 +43,7 @@ class Fix(Stored):
 
 
 class Finding(Stored):
-    """A cause, as shown to the user and written to findings.json."""
+    """A cause, as shown to the user."""
 
     name: str
     """Name of the rule."""

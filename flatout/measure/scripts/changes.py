@@ -30,13 +30,6 @@ HEAP = {
 }
 """Settings of glibc with which freed memory stays with the process, mapped: those that a speedup
 makes for flatout's own runs, as variables, since they come before a script's first tensor."""
-GONE = {
-    "deferred-item": "Read values in every tenth step, or one step late: keep `loss.detach()"
-    '.to("cpu", non_blocking=True)` and read it after the next step.',
-    "compile-each-block": "Call compile() of each block in the script, or try --with compile.",
-    "prefetch": "Set prefetch_factor in the script's own DataLoader.",
-}
-"""Changes of earlier versions, and what to do instead."""
 PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 """Settings of GNU's and Intel's OpenMP with which a waiting thread sleeps: one that spins keeps its
 core from those that it waits for where other processes use the cores, too."""

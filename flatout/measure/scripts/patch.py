@@ -275,11 +275,6 @@ class _Source:
                 made[at, at, name] = before + f"{name} = {name}.float()".encode() + self._newline
                 inner.discard(name)
             inner -= _names(statement, ast.Store)
-        if last == first + 1 and isinstance(with_ := block[first], ast.With):
-            item = with_.items[-1]
-            at = self._span(item.optional_vars or item.context_expr)[1]
-            if self.data[at : self._at(with_.body[0].lineno, 0)].split(b"#")[0].strip() == b":":
-                return {(at, at, inside): f", {inside}".encode(), **made}
         after = self.data[spans[last - 1][1] : self._starts[end]].strip()
         if before.strip() or after[:1] not in (b"", b"#"):
             return "its statements share their lines with others"

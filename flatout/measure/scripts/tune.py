@@ -7,7 +7,6 @@ the patched files race against the original ones: that alone is what is claimed.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -20,25 +19,18 @@ from typing import Any
 from flatout.assembly.speedup import Tolerance
 from flatout.errors import RunFailed, in_shell
 from flatout.measure.attach.request import ENDED, Answer, Request, Timing
-from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.script import evidence_in
-from flatout.measure.evidence import Evidence
 from flatout.measure.intervals import LEAST_GAIN
 from flatout.measure.moves import Move, Setting
 from flatout.measure.output import claim, require_own
 from flatout.measure.race import Race
-from flatout.measure.results import (
-    FILE,
-    SUMMARY_FILE,
-    ScriptTuning,
-    facts_of,
-    late_ones,
-)
+from flatout.measure.results import ScriptTuning, facts_of, late_ones
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.scratch import Scratch, project_of
 from flatout.measure.search import DIFFERENT, NO_TIME, UNPROVEN, Search, unclear
-from flatout.measure.trial import Result, run_command, try_command, waiting_beside_others
+from flatout.measure.trial import Result, result_of, run_in_copy, waiting_beside_others
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_text, write_whole
 
@@ -54,6 +46,8 @@ WARM_STEPS = 4
 """First steps of a trial, which are not timed: a third of the others, and at most these."""
 TRIALS = 3
 """Trials of each of two settings after which it is usually known which is faster."""
+FILE, PATCH = "tuning.json", "changes.patch"
+"""The result, and the patch in it."""
 UNCHANGED = Setting()
 SPINNING = {"threads": "spinning"}
 """The value of a setting whose threads wait as they would without `passive-threads`."""
@@ -81,24 +75,19 @@ def tune_script(
     with Scratch(project_of(here)) as scratch:
         environment = waiting_beside_others(progress)
         request = Request(
-            seconds=LOOK_S,
-            copy_of_user=str(scratch.path),
-            screen=tuple(only or CHANGES),
-            screen_s=SCREEN_SHARE * total_s,
+            seconds=LOOK_S, screen=tuple(only or CHANGES), screen_s=SCREEN_SHARE * total_s
         )
         with progress.task("Screening changes of the script") as task:
-            look, evidence = looked_at(
-                command, scratch, request, environment, MOST_LOOK * total_s, task.note
-            )
-        diagnosis = diagnosis_of(evidence)
-        timing = timed_steps(evidence.step_s or 0.0, total_s)
+            look = looked_at(command, scratch, request, environment, MOST_LOOK * total_s, task.note)
+        step_s = (look.evidence and look.evidence.step_s) or 0.0
+        timing = timed_steps(step_s, total_s)
         trials = Trials(command, scratch, timing, environment, look)
         race = Race(trials.run, tolerance, total_s=total_s, loss_steps=1, is_strict=False,
-                    longest_s=4 * (time.monotonic() - began_s) + 180, began_s=began_s)  # fmt: skip
+                    longest_s=4 * (time.monotonic() - began_s) + 180, began_s=began_s,
+                    name=lambda one: one.beyond(UNCHANGED) or "the unchanged script")  # fmt: skip
         if environment and "threads" not in look.kept:
             race.ratio = without_load
-        search = search_of(race, evidence, only, look)
-        found = dict[str, Any]()
+        search, found = search_of(race, only, look), dict[str, Any]()
         with race.running(progress, "Proving what is faster"):
             found = proved(search, trials)
         failed = race.failure(UNCHANGED)
@@ -108,26 +97,31 @@ def tune_script(
                 fix="Run it alone first, twice: trials have no standard input, and start in a "
                 "copy of this directory.",
             )
+    taken = [one.move.name for one in search.taken]
     result = ScriptTuning(
         command=list(command),
-        verdict=diagnosis.verdict,
-        step_ms=1e3 * (evidence.step_s or 0.0),
+        verdict=diagnosis_of(look.evidence).verdict if look.evidence else "",
+        step_ms=1e3 * step_s,
         steps=timing.steps + (timing.warmup_steps or 0),
         changes=search.rows(),
         not_tried=search.left,
-        taken=[one.move.name for one in search.tried if one.taken],
-        path=str(out) if any(one.taken for one in search.tried) or is_asked or out.exists() else "",
+        taken=taken,
+        path=str(out) if taken or is_asked or out.exists() else "",
         root="" if scratch.source == here.resolve() else os.path.relpath(scratch.source),
         **facts_of(race) | found,
     )
     each_s = 2 * TRIALS * race.expected_s(UNCHANGED)
     result = result.model_copy(update={"notes": notes(result, each_s)})
+    files = [] if patch is None else [Path(patch)]
     if result.path:  # what nobody asked for is not left behind where nothing was found
-        write_results(out, result, search, diagnosis)
-    if patch is not None and result.patch:
-        write_whole(Path(patch), result.patch)
-    elif patch is not None:  # that of an earlier tune goes
-        Path(patch).unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / FILE, result.model_dump_json(indent=1) + "\n")
+        files.append(out / PATCH)
+    for file in files:
+        file.unlink(missing_ok=True)  # that of an earlier tune goes
+        if result.patch:
+            write_whole(file, result.patch)
+    if patch is not None and not result.patch:
         progress.say(f"There is no edit to make, so {patch} is not written.")
     return result
 
@@ -153,9 +147,11 @@ class Trials:
             apply(patch, self.scratch.path)
             changes = list({one.change for one in patch.by_hand})
         timing = self.timing.model_copy(update={"seed_offset": seed})
+        request = Request(changes=tuple(changes), timing=timing)
         environment = {} if values == SPINNING else self.environment
-        return try_command(self.command, timing, limit_s, folder=self.scratch.of(Path.cwd()),
-                           changes=changes, copy=self.scratch, environment=environment)  # fmt: skip
+        ran = run_in_copy(self.scratch, self.command, request, limit_s=limit_s,
+                          environment=environment)  # fmt: skip
+        return result_of(ran)
 
     def patch(self, setting: Setting) -> Patch:
         """Return the patch that makes the changes of a setting."""
@@ -180,12 +176,14 @@ def move_of(name: str) -> Move:
     return Move(name, frozenset({name}), does=CHANGES[name].does)
 
 
-def search_of(race: Race, evidence: Evidence, only: Sequence[str], look: Answer) -> Search:
+def search_of(race: Race, only: Sequence[str], look: Answer) -> Search:
     """Return a search that starts from what the screening has kept, with the moves that are left.
 
     Those need new processes, and are worth a trial by the evidence.
     """
-    search = Search(race, UNCHANGED, start_name="the unchanged script", last_trials=2 * TRIALS)
+    evidence = look.evidence
+    assert evidence is not None
+    search = Search(race, UNCHANGED, last_trials=2 * TRIALS)
     for name in (*look.kept, *(each for each in look.screened if each not in look.kept)):
         one, move = look.screened[name], move_of(name)
         tried = search.record(move, move.apply(search.best) or search.best)
@@ -252,7 +250,6 @@ def proof_of(search: Search, edits: Patch) -> tuple[dict[str, Any], str | None]:
     time for an interval, that of the screening counts, if the losses agree.
     """
     race, patched = search.race, search.best.but({"files": "patched"})
-    race.note(search.name(patched))
     why, gain = search.prove(patched, UNCHANGED), race.gain(patched, UNCHANGED)
     check = race.check(patched, UNCHANGED)
     is_first = gain and gain.low is None and gain.median > LEAST_GAIN and check.within_tolerance
@@ -286,7 +283,7 @@ def notes(found: ScriptTuning, each_s: float) -> list[str]:
     if found.patch:
         proof = f"The patched script: {found.verified.times()}." if found.verified else ""
         lines += ["", found.patch.rstrip(), "", proof]
-        file = f"{found.path}/changes.patch"
+        file = f"{found.path}/{PATCH}"
         git = f"git -C {in_shell(found.root)} apply" if found.root else "git apply"
         lines.append(f"Apply it: {git} {in_shell(os.path.abspath(file) if found.root else file)}")
     for one in found.by_hand:
@@ -306,31 +303,22 @@ def looked_at(
     environment: Mapping[str, str],
     limit_s: float,
     note: Callable[[str], object],
-) -> tuple[Answer, Evidence]:
+) -> Answer:
     """Return what the unchanged script shows, in its copy, and what changes of it gain.
 
     Raises: RunFailed when it fails, or takes too few steps.
     """
-    ran = run_command(
-        [scratch.inside(word) for word in command],
-        request,
-        folder=scratch.of(Path.cwd()),
-        is_captured=True,
-        environment={**scratch.environment(), **environment},
-        limit_s=limit_s,
-        grace_s=0.0,
-        note=note,
+    ran = run_in_copy(
+        scratch, command, request, limit_s=limit_s, environment=environment, note=note
     )
-    look = Answer.model_validate_json(scratch.original(ran.answer.model_dump_json()))
+    look, name = ran.answer, " ".join(command)
     if not ran.has_ended:  # there was no time for a change
-        look = look.model_copy(
-            update={"failed": {n: w for n, w in look.failed.items() if w != ENDED}}
-        )
+        left = {name: why for name, why in look.failed.items() if why != ENDED}
+        look = look.model_copy(update={"failed": left})
     if look.evidence is not None and look.screened:  # whatever came afterwards
-        return look, look.evidence
-    ran, name = ran._replace(answer=look), " ".join(command)
+        return look
     if look.evidence is None or ran.failure is not None:
-        print(scratch.original(ran.output), file=sys.stderr)
+        print(ran.output, file=sys.stderr)
     if "EOFError" in ran.output.rpartition("\n")[2]:
         fix = "Give its answers as arguments: trials have no standard input."
         raise RunFailed(f"`{name}` reads from standard input.", fix=fix)
@@ -338,7 +326,7 @@ def looked_at(
     if evidence.failure is not None or not evidence.step_s:
         why = evidence.failure.message if evidence.failure else "it cannot be measured"
         raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")
-    return look, evidence
+    return look
 
 
 def timed_steps(step_s: float, total_s: float) -> Timing:
@@ -352,27 +340,3 @@ def name_of(command: Sequence[str]) -> str:
     """Return the name of the script in a command."""
     scripts = [word for word in command if word.endswith(".py")] or command[-1:]
     return Path(scripts[0]).stem or "script"
-
-
-def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Diagnosis) -> None:
-    """Write tuning.json, changes.patch, and the losses and step times before and after."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / FILE, result.model_dump_json(indent=1) + "\n")
-    (out / "changes.patch").unlink(missing_ok=True)
-    if result.patch:
-        write_text(out / "changes.patch", result.patch)
-    race, best = search.race, search.best
-    patched = race.results(best.but({"files": "patched"})) or race.results(best)
-    for name, trials in (("before", race.results(UNCHANGED)), ("after", patched)):
-        on = result.taken if name == "after" else []
-        (out / name).mkdir(exist_ok=True)
-        records = [
-            {"step": step, "train/loss": loss, "perf/step_ms": 1e3 * step_s}
-            for one in trials[-1:]
-            for step, (loss, step_s) in enumerate(zip(one.losses[1:], one.step_s, strict=False), 2)
-        ]
-        events = [{"event": "speedup", "name": n, "on": n in on} for n in result.taken]
-        for file, lines in (("metrics.jsonl", records), ("events.jsonl", events)):
-            write_text(out / name / file, "".join(f"{json.dumps(line)}\n" for line in lines))
-    diagnosis.write(out / "before")
-    write_text(out / "after" / SUMMARY_FILE, result.summary() + "\n")

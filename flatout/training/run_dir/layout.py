@@ -13,7 +13,6 @@ RUN/
 ├── tensorboard/, wandb/  what loggers write
 ├── base/             with LoRA: the weights that the adapters belong to
 ├── watchdog.txt      written when a run makes no progress: the stacks of its threads, by rank
-├── findings.json     written by `flatout diagnose`
 └── report.html       written by `flatout report`
 
 `runlog.py` is the reader of the first three.

@@ -237,7 +237,7 @@ def tried(tiny_config, monkeypatch):
         data = recipe.open_dataset(config)
         config = recipe.resolve_on(machine, config, data).config
 
-        def run(setting, timing, limit_s, folder):
+        def run(setting, timing, limit_s):
             assert setting.batch.rows_per_device * setting.batch.accumulate == 8
             words = [MANY] * (setting.batch != config.batch)
             trials.append(" ".join([*words, *["speedups=auto"] * (setting.speedups == "auto")]))

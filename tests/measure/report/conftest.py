@@ -38,9 +38,7 @@ def training(step):
 def make_run(tmp_path):
     """Write a run directory: `make_run("name", records=..., events=..., summary=...)`."""
 
-    def make(
-        name="run", *, records=None, events=STARTED, summary=None, findings=None, config=CONFIG
-    ):
+    def make(name="run", *, records=None, events=STARTED, summary=None, config=CONFIG):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         if records is None:
@@ -53,8 +51,6 @@ def make_run(tmp_path):
             events = [*events, {"event": "end", **summary}]
         for file, lines in (("metrics.jsonl", records), ("events.jsonl", events)):
             (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        if findings is not None:
-            (folder / "findings.json").write_text(json.dumps(findings))
         return folder
 
     return make

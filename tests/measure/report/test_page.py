@@ -9,10 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.evidence import CallSite, Evidence
 from flatout.measure.report.page import LONGEST_TEXT, MARK, MAX_EVENTS, render
-from flatout.measure.rules import Finding, Fix
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{e}"
 
@@ -80,7 +77,8 @@ def test_the_sections_begin_with_what_differs_and_the_results(make_run, read):
     other = "name: tiny\nmodel: {vocab_size: 65}\ndata: {path: data/x}\ntrain: {steps: 40}\n"
     page = render(read(make_run("a", events=()), make_run("b", config=other, events=())))
     sections = re.findall('<section id="(.*?)"', page)
-    assert sections == ["differences", "results", "charts", "settings", "about"]
+    expected = ["differences", "results", "charts", "findings", "findings", "settings", "about"]
+    assert sections == expected
     shown = text_of(read(make_run("c"), make_run("d", config=other)))
     assert (
         "c d model.vocab_size 257 65 data.path data/book data/x model.vocab_size differs" in shown
@@ -94,26 +92,12 @@ def test_the_sections_begin_with_what_differs_and_the_results(make_run, read):
     assert shown.count("no config.yaml, so their settings are not known") == 2
 
 
-def test_a_diagnosis_is_shown_as_it_was_written(make_run, read):
-    finding = Finding(
-        name="slow-data",
-        verdict="Reading is slow.",
-        figures={"wait_s": 0.0095, "other": None},
-        share=0.25,
-        site=CallSite(file="mine.py", line=7, text="time.sleep(1)"),
-        fixes=(Fix(text="Raise data.prefetch.", overrides={"data.prefetch": 8}),),
-    )
-    folder, found = make_run(events=()), diagnosis_of(Evidence(source="recorded run"))
-    changes = {"verdict": "The device waits for data.", "findings": (finding,)}
-    found.model_copy(update=changes).write(folder)
-    found.model_copy(update={"verdict": "Nothing is slow."}).write(
-        healthy := make_run("b", events=())
-    )
-    assert "Findings Nothing is slow. Settings" in text_of(read(healthy))
-    assert (
-        "Findings Reading is slow. at mine.py:7: time.sleep(1) "
-        "evidence wait 9.5 ms, 25% of the step fix Raise data.prefetch. Settings"
-    ) in text_of(read(folder))
+def test_what_the_records_show_is_diagnosed(make_run, read):
+    steps = [{"step": n, "perf/step_ms": 10.0, "perf/device_ms": 9.0} for n in range(1, 21)]
+    assert "Findings Nothing was found." in text_of(read(make_run(records=steps, events=())))
+    slow = [step | {"perf/device_ms": 4.0, "perf/data_wait_ms": 5.0} for step in steps]
+    shown = text_of(read(make_run("slow", records=slow, events=())))
+    assert "Findings 50% of each step waits for data. evidence" in shown
 
 
 def test_speedups_that_are_switched_off_later_are_events(make_run, read):
@@ -196,7 +180,6 @@ def test_nothing_is_loaded_from_elsewhere(make_run, read):
     assert page.startswith(MARK)
     assert "line 21) is incomplete" in page
     assert 'id="differences"' not in page, "there is one run"
-    assert 'id="findings"' not in page
     elements = Elements(page)
     for tag, attributes in elements.found:
         assert tag not in {"link", "iframe", "object", "base", "img"}
@@ -219,19 +202,13 @@ def attacked(make_run):
         {"event": "speedup", "name": ATTACK, "on": True},
         {"event": "speedup", "name": ATTACK, "on": ATTACK},
         {"event": ATTACK, "step": 1, ATTACK: ATTACK},
+        {"event": "exit", "code": 1, "what": ATTACK, "fix": ATTACK},
     ]
-    site = CallSite(file=ATTACK, line=1, text=ATTACK)
-    finding = Finding(
-        name=ATTACK, verdict=ATTACK, figures={ATTACK: ATTACK}, site=site, fixes=(Fix(text=ATTACK),)
-    )
-    diagnosis = diagnosis_of(Evidence(source="recorded run"))
-    found = diagnosis.model_copy(update={"verdict": ATTACK, "findings": (finding,)})
     return make_run(
         "<script>alert(3)<",
         records=records,
         events=events,
         summary={"mfu_of": ATTACK, "compile_s": [ATTACK], ATTACK: 2.0},
-        findings=found.model_dump(mode="json"),
         config=json.dumps({"name": ATTACK, "data": {"path": ATTACK, ATTACK: ATTACK}}),
     )
 

@@ -235,8 +235,6 @@ def test_reasons_name_what_the_script_lacks():
     [
         ([], "Write `flatout run --with bf16,compile -- python train.py`"),
         (["--with", "bf17", "--", "python"], "bf16"),
-        (["--with", "bf16,deferred-item", "--", "python"], "or one step late"),
-        (["--with", "prefetch", "--", "python"], "prefetch_factor"),
     ],
 )
 def test_run_names_a_mistake(words, said, capsys):

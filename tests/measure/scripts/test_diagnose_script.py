@@ -11,7 +11,6 @@ import time
 import psutil
 import pytest
 
-from flatout.cli.commands.diagnose import DiagnoseResult
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.attach.request import Request
 from flatout.measure.diagnose.script import diagnose_script
@@ -228,7 +227,8 @@ def test_with_json_its_output_goes_to_standard_error(write, capfd):
 )
 def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected, write, capfd):
     found, code = diagnose_script(write(script(after=after)), Request(seconds=60.0))
-    assert DiagnoseResult(**dict(found), script_code=code).exit_code == code == expected
+    found = found.model_copy(update={"script_code": code})
+    assert found.exit_code == code == expected
     assert found.findings[0].name == "failure"
     assert found.step_s is not None
     assert ("ValueError: mine" in capfd.readouterr().err) == ("raise" in after)

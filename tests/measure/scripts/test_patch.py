@@ -205,7 +205,8 @@ WRAPPED = [
     ),
     (
         "with ctx as c:  # none\n    loss = model(x)\nloss.backward()\n",
-        "with ctx as c, torch.autocast('cpu'):  # none\n    loss = model(x)\nloss.backward()\n",
+        "with torch.autocast('cpu'):\n    with ctx as c:  # none\n        loss = model(x)\n"
+        "loss.backward()\n",
     ),
     (  # the two are in branches and blocks of one block
         "if x:\r\n\tself.loss = model(x)\r\nelse:\r\n\tpass\r\n"

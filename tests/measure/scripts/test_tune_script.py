@@ -57,11 +57,7 @@ def test_a_slow_script_gets_a_patch_that_is_proved(tmp_path):
     assert (tmp_path / "train.py").read_text() == SCRIPT.replace(
         "torch.autograd.set_detect_anomaly(True)\n", ""
     )
-    page = flatout(tmp_path, "report", "tuned-train", "--out", "page.html")
-    assert "page.html" in page.stdout
-    html = (tmp_path / "page.html").read_text()
-    assert "-torch.autograd.set_detect_anomaly(True)" in html
-    assert "flatout run --with no-anomaly" in html
+    assert (tmp_path / "tuned-train" / "changes.patch").exists()
 
 
 @pytest.mark.faults
