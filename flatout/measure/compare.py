@@ -22,7 +22,6 @@ from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.trial import (
     Result,
     program_in,
-    result_of,
     run_in_copy,
     waiting_beside_others,
 )
@@ -147,8 +146,8 @@ def compare_commands(
             timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS,
                             seed_offset=seed, limit_s=limit_s / 2)  # fmt: skip
             request = Request(timing=timing)
-            return result_of(run_in_copy(copy, side.command, request, limit_s=limit_s,
-                                         environment=environment))  # fmt: skip
+            return run_in_copy(copy, side.command, request, limit_s=limit_s,
+                               environment=environment)  # fmt: skip
 
         race = Race(
             start,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 from pydantic import Field, ValidationError
@@ -35,7 +35,7 @@ from flatout.hardware.machine import BUSY_CORES, CpuTimes, usable_cores
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import SEEN, SO_FAR, Answer, Request, Timing
 from flatout.measure.course import compared
-from flatout.measure.evidence import Failure, FailureKind
+from flatout.measure.evidence import Failure
 from flatout.measure.scripts.changes import CHANGES, PASSIVE, states_waits
 from flatout.progress import Progress
 from flatout.training.run_dir import layout
@@ -69,46 +69,17 @@ MIN_RUN_STEPS = 2_000
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
 
 
-class Ran(NamedTuple):
-    """How a command ended."""
+class Result(Answer):
+    """How a command ended, and what was found in it."""
 
-    answer: Answer
-    code: int | None
+    code: int | None = None
     """Exit code, negative for a signal that ended it. None means it was ended from here."""
-    output: str
+    output: str = ""
     """What it printed, if that was captured."""
-    has_ended: bool
+    has_ended: bool = True
     """Whether it was not ended for taking too long."""
     process_s: float = 0.0
-    """Seconds of the whole process."""
-
-    @property
-    def failure(self) -> Failure | None:
-        """How it failed: an error in it or of flatout, a time limit, or its exit code."""
-        if self.answer.failure is not None:
-            return self.answer.failure
-        if error := error_in(self.output):
-            return failure_of(error, self.answer.steps)
-        kind: FailureKind = "error"
-        last = self.output.rpartition("\n")[2][:300]
-        message = last or f"The process ended with exit code {self.code}"
-        if not self.has_ended:
-            kind, message = "hang", f"The process took longer than {self.process_s:.0f} s"
-        elif not self.code:
-            return None
-        elif self.code < 0:
-            message = f"The process was killed by {signal.Signals(-self.code).name}"
-            if self.code == -signal.SIGKILL:
-                kind, message = "killed", f"{message}: the usual cause is too little memory"
-        return Failure(kind=kind, message=message)
-
-
-class Result(Answer):
-    """What a trial measured, or why it measured nothing."""
-
-    status: Status = "ok"
-    reason: str | None = None
-    """Why it is not ok."""
+    """Seconds of the whole process, including its start and imports."""
     rows_per_device: int | None = None
     """Of a recipe: sequences in a micro-batch."""
     accumulate: int | None = None
@@ -117,13 +88,36 @@ class Result(Answer):
     """Of a recipe."""
     environment: dict[str, Any] = Field({})
     """Of a recipe: device, processor, threads, torch."""
-    process_s: float = 0.0
-    """Seconds of the whole process, including its start and imports."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why no steps of a trial were timed. None: they were."""
+        failure, has_steps = self.failure, len(self.step_s) > self.warmup_steps
+        if self.failed:
+            return next(iter(self.failed.values()))
+        if failure and not (has_steps if failure.kind == "hang" else self.is_complete):
+            return failure.message
+        if has_steps:
+            return None
+        if self.steps or self.problem:
+            return self.problem or "it took too few steps"
+        return "no optimizer of torch took two steps in it"
+
+    @property
+    def status(self) -> Status:
+        """How a trial ended."""
+        reason, kind = self.reason, self.failure and self.failure.kind
+        if reason is None:
+            return "ok"
+        if kind == "hang":
+            return "timed-out"
+        is_full = kind == "out-of-memory" or re.search(NO_MEMORY, reason, re.IGNORECASE)
+        return "out-of-memory" if is_full else "failed"
 
     @property
     def is_ok(self) -> bool:
-        """Whether there are results."""
-        return self.status == "ok"
+        """Whether steps of a trial were timed."""
+        return self.reason is None
 
     @property
     def measured_s(self) -> list[float]:
@@ -199,7 +193,7 @@ def run_command(
     limit_s: float = math.inf,
     grace_s: float = GRACE_S,
     note: Callable[[str], object] = lambda text: None,
-) -> Ran:
+) -> Result:
     """Run a command until it answers a request, and return the answer.
 
     The user's code and directory are not changed, and of its environment only what its changes set.
@@ -253,8 +247,33 @@ def run_command(
             seen = Path(request.answer + SEEN).exists()
             found = Answer(problem=None if seen else NOT_IMPORTED)
         kept.seek(0)
-        output = kept.read().decode(errors="replace").strip()
-        return Ran(found, code, output, has_ended, time.monotonic() - start_s)
+        ended = {
+            "code": code,
+            "output": kept.read().decode(errors="replace").strip(),
+            "has_ended": has_ended,
+            "process_s": time.monotonic() - start_s,
+        }
+        return explained(Result(**dict(found) | ended))
+
+
+def explained(result: Result) -> Result:
+    """Return a result with how its process failed: by an error, a time limit or its exit code."""
+    code, output, kind = result.code, result.output, "error"
+    message = output.rpartition("\n")[2][:300] or f"The process ended with exit code {code}"
+    if result.failure is not None:
+        return result
+    if error := error_in(output):
+        return result.model_copy(update={"failure": failure_of(error, result.steps)})
+    if not result.has_ended:
+        kind, message = "hang", f"The process took longer than {result.process_s:.0f} s"
+    elif not code:
+        return result
+    elif code < 0:
+        message = f"The process was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            kind, message = "killed", f"{message}: the usual cause is too little memory"
+    failure = Failure.model_validate({"kind": kind, "message": message})
+    return result.model_copy(update={"failure": failure})
 
 
 def answer_in(path: Path) -> Answer | None:
@@ -326,25 +345,6 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def result_of(ran: Ran) -> Result:
-    """Return what a trial measured, or why it failed."""
-    answer, failure, status, reason = ran.answer, ran.failure, "failed", None
-    has_steps = len(answer.step_s) > answer.warmup_steps
-    if answer.failed:
-        reason = next(iter(answer.failed.values()))
-    elif failure and not (has_steps if failure.kind == "hang" else answer.is_complete):
-        reason = failure.message
-        if failure.kind == "out-of-memory" or re.search(NO_MEMORY, reason, re.IGNORECASE):
-            status = "out-of-memory"
-        status = "timed-out" if failure.kind == "hang" else status
-    elif not has_steps:
-        reason = answer.problem or "it took too few steps"
-        if not answer.steps and answer.problem is None:
-            reason = "no optimizer of torch took two steps in it"
-    ended = {"status": status if reason else "ok", "reason": reason, "process_s": ran.process_s}
-    return Result(**dict(answer) | ended)
-
-
 def run_in_copy(
     copy: Scratch,
     command: Sequence[str],
@@ -353,12 +353,12 @@ def run_in_copy(
     limit_s: float,
     environment: Mapping[str, str] = MappingProxyType({}),
     note: Callable[[str], object] = lambda text: None,
-) -> Ran:
+) -> Result:
     """Run a command in a copy of the user's directory until it answers a request.
 
-    The words of the command, of the answer and of what it printed are those of the original.
+    The words of the command and of the result are those of the original.
     """
-    ran = run_command(
+    found = run_command(
         [copy.inside(word) for word in command],
         request.model_copy(update={"copy_of_user": str(copy.path)}),
         folder=copy.of(Path.cwd()),
@@ -368,11 +368,10 @@ def run_in_copy(
         grace_s=0.0,
         note=note,
     )
-    answer = Answer.model_validate_json(copy.original(ran.answer.model_dump_json()))
-    return ran._replace(answer=answer, output=copy.original(ran.output))
+    return Result.model_validate_json(copy.original(found.model_dump_json()))
 
 
-def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: float) -> Ran:
+def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: float) -> Result:
     """Train a recipe in a fresh process until it answers a request.
 
     The configuration is written beside the run directory. Modules are imported from where this
@@ -403,7 +402,7 @@ def try_recipe(config: RunConfig, timing: Timing, limit_s: float) -> Result:
     quiet = config.with_values(keys)
     with tempfile.TemporaryDirectory(prefix="flatout-trial-") as folder:
         run_dir = Path(folder) / "run"
-        found = result_of(run_recipe(quiet, run_dir, Request(timing=timing), limit_s))
+        found = run_recipe(quiet, run_dir, Request(timing=timing), limit_s)
         chosen = layout.read_config(run_dir) if found.is_ok else None
         if chosen is None:
             return found
@@ -419,7 +418,7 @@ def try_recipe(config: RunConfig, timing: Timing, limit_s: float) -> Result:
     }
     for each in events:
         if each.get("on") is False and each["name"] in config.speedups:
-            facts |= {"status": "failed", "reason": f"{each['name']}: {each['reason']}."}
+            facts["failed"] = {each["name"]: f"{each['name']}: {each['reason']}."}
     return found.model_copy(update=facts)
 
 

@@ -4,9 +4,12 @@ import random
 from types import SimpleNamespace
 
 from flatout.measure import bench, race, resolving, tune
+from flatout.measure.evidence import Failure
 from flatout.measure.trial import Result
 
-OUT_OF_MEMORY = Result(status="out-of-memory", reason="Out of memory: too many rows.")
+OUT_OF_MEMORY = Result(
+    failure=Failure(kind="out-of-memory", message="Out of memory: too many rows.")
+)
 STEPS = 30
 
 
@@ -54,7 +57,8 @@ class MadeUp:
         took = self.overhead_s + timing.seconds
         if took > limit_s:
             self.now += limit_s
-            return Result(status="timed-out", reason="It took too long.", process_s=limit_s)
+            late = Failure(kind="hang", message="It took too long.")
+            return Result(failure=late, process_s=limit_s)
         self.now += took
         for name, result in self.fails.items():
             if name == "all" or name in on:

@@ -17,6 +17,7 @@ from flatout.hardware.machine import Gpu, Machine
 from flatout.measure import bench as benching
 from flatout.measure import output
 from flatout.measure.bench import remember, results_dir, run_bench, values_of
+from flatout.measure.evidence import Failure
 from flatout.measure.intervals import Figure
 from flatout.measure.plan.prediction import predict_time
 from flatout.measure.race import Row
@@ -124,7 +125,7 @@ def test_the_time_limit_is_kept_and_the_important_comes_first(bench):
 
 
 def test_a_failure_is_a_row(bench):
-    gone = Result(status="failed", reason="It took too long.")
+    gone = Result(failure=Failure(kind="error", message="It took too long."))
     made_up = MadeUp(overhead_s=4.0, fails={"compile": gone, "onednn": OUT_OF_MEMORY})
     found, rows, trials = bench(made_up, minutes=30)
     assert [number for name, number in trials if name == "+ compile"] == [1]
@@ -152,7 +153,7 @@ def test_nothing_is_left_where_nothing_could_be_measured(bench, tmp_path):
         bench(MadeUp(stops_after=0))
     assert stopped.value.exit_code == 130
     with pytest.raises(RunFailed, match=r"Nothing was measured: .* It fell over"):
-        bench(MadeUp(fails={"all": Result(status="failed", reason="It fell over.")}), repeats=2)
+        bench(MadeUp(fails={"all": Result(failed={"x": "It fell over."})}), repeats=2)
     assert not (tmp_path / "bench").exists()
 
 

@@ -11,8 +11,7 @@ from flatout.cli import main as cli
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure import compare as comparing
 from flatout.measure import trial
-from flatout.measure.attach.request import Answer
-from flatout.measure.trial import Ran
+from flatout.measure.trial import Result
 
 SCRIPT = """
 import sys, time, torch
@@ -36,11 +35,11 @@ def made_up(tmp_path, monkeypatch):
         seeds.append(request.timing.seed_offset)
         ran.append(command[-1])
         if command[-1] == "fails" or ("once" in command and len(ran) > 4):
-            return Ran(Answer(), 1, "ValueError: boom", True)
+            return Result(failed={"x": "ValueError: boom"})
         jitter = 1 + 0.002 * (len(ran) % 3)
         losses = [3.0 + seeds[-1] + 0.5 * ("wrong" in command)] * 20
         found = {"step_s": [1e-3 * float(command[-1]) * jitter] * 20, "losses": losses}
-        return Ran(Answer(**found, peak_gib=float(command[-1]) / 10), 0, "", True, 1.0)
+        return Result(**found, peak_gib=float(command[-1]) / 10, process_s=1.0)
 
     monkeypatch.setattr(trial, "run_command", run_command)
     monkeypatch.setattr(comparing, "program_in", list)

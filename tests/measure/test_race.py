@@ -9,6 +9,7 @@ import pytest
 from flatout.assembly.speedup import Tolerance
 from flatout.errors import Interrupted
 from flatout.measure import race as racing
+from flatout.measure.evidence import Failure
 from flatout.measure.intervals import Figure, figure_of, mean_of
 from flatout.measure.race import Race, TimeIsUp, difference
 from flatout.measure.trial import Result
@@ -28,9 +29,9 @@ def course(monkeypatch):
             number = len(order)
             order.append((setting, seed))
             if limit_s < 10.0:
-                return Result(status="timed-out", reason="late")
+                return Result(failure=Failure(kind="hang", message="late"))
             if setting < 0:
-                return Result(status="failed", reason="It broke.", process_s=10.0)
+                return Result(failure=Failure(kind="error", message="It broke."), process_s=10.0)
             step_s = 0.1 * (1 + noise * random.Random(number).uniform(-1, 1)) / setting
             return Result(
                 step_s=[step_s] * 20, losses=losses(setting, seed, number), process_s=10.0

@@ -17,7 +17,7 @@ from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import Answer, Request, Timing
 from flatout.measure.compare import compare_commands
 from flatout.measure.resolving import adding_one, choose, resolve_apart, resolve_here, with_needs
-from flatout.measure.trial import Ran, result_of, run_command, try_recipe
+from flatout.measure.trial import Result, explained, run_command, try_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ for step in range(STEPS):
 def tried(text, tmp_path, *, steps=5, ends_after_s=60.0, **timing):
     request = Request(timing=Timing(steps=steps, **{"warmup_steps": 2} | timing))
     words, options = [sys.executable, "-c", text], {"folder": tmp_path, "is_captured": True}
-    return result_of(run_command(words, request, limit_s=ends_after_s, **options))
+    return run_command(words, request, limit_s=ends_after_s, **options)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ ERROR = '{"error": "There is no GPU.", "fix": "Use a CPU.", "kind": "OutOfMemory
     ],
 )
 def test_the_reason_of_a_failure_is_what_the_process_said_last(code, output, status, reason):
-    found = result_of(Ran(Answer(), code, output, True))
+    found = explained(Result(code=code, output=output))
     assert (found.status, found.reason) == (status, reason or output)
 
 

@@ -12,10 +12,13 @@ from flatout.errors import HardwareError, Interrupted, RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure import moves, resolving
 from flatout.measure import tune as tuning
+from flatout.measure.evidence import Failure
 from flatout.measure.trial import Result
 from flatout.measure.tune import run_tune
 
 pytestmark = pytest.mark.slow
+
+HUNG = Result(failure=Failure(kind="hang", message="Hung."))
 
 
 @pytest.fixture
@@ -128,8 +131,8 @@ def test_compiling_counts_over_the_length_of_the_run(tune, steps, pays):
     ("machine", "message", "fix"),
     [
         ({"fails": {"all": OUT_OF_MEMORY}}, r"trial failed\. .*: Out of memory", "data.seq_len"),
-        ({"fails": {"all": Result(status="failed", reason="Bad.")}}, "Bad.", "flatout train"),
-        ({"fails": {"all": Result(status="timed-out", reason="Hung.")}}, "Hung.", "--minutes"),
+        ({"fails": {"all": Result(failed={"x": "Bad."})}}, "Bad.", "flatout train"),
+        ({"fails": {"all": HUNG}}, "Hung.", "--minutes"),
     ],
 )
 def test_no_recipe_is_written_when_every_trial_fails(tune, tmp_path, machine, message, fix):

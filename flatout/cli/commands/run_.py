@@ -62,7 +62,7 @@ def run(
     request = Request(changes=names, measures=False, to_the_end=True)
     ran = run_command(script, request)
     code = 1 if ran.code is None else ran.code if ran.code >= 0 else 128 - ran.code
-    return ScriptRun(changes=list(names), failed=ran.answer.failed, code=code)
+    return ScriptRun(changes=list(names), failed=ran.failed, code=code)
 
 
 COMMAND = Command(run, example="flatout run --with bf16,compile -- python train.py")

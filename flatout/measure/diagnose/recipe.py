@@ -29,7 +29,7 @@ from flatout.measure.host import gpu_facts, host_facts
 from flatout.measure.plan.prediction import most_rows
 from flatout.measure.race import Race
 from flatout.measure.resolving import apart, resolve_on
-from flatout.measure.trial import QUIET, Ran, Result, run_recipe, try_recipe
+from flatout.measure.trial import QUIET, Result, run_recipe, try_recipe
 from flatout.models.language_model import model_of
 from flatout.optim.schedule import warmup_steps
 from flatout.progress import SILENT, Progress
@@ -133,13 +133,13 @@ def prepared(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepa
     return Evidence(**known), resolved.stated().with_values(longer)
 
 
-def measured(before: Evidence, ran: Ran, folder: Path) -> Evidence:
+def measured(before: Evidence, ran: Result, folder: Path) -> Evidence:
     """Return what is known before the first step with what the measured run shows.
 
     A failure of the run is evidence too. Saves and evaluations are divided by the steps between
     them in the run that is planned.
     """
-    found, once, config = ran.answer.evidence, ran.answer.once, before.config
+    found, once, config = ran.evidence, ran.once, before.config
     known: dict[str, Any] = {"source": "measured run"}
     with suppress(CheckpointError):  # it has ended before its first record
         recorded = recorded_evidence(folder)

@@ -8,7 +8,7 @@ from flatout.errors import ConfigError, RunFailed
 from flatout.measure.attach.request import Request
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import Evidence
-from flatout.measure.trial import NOT_IMPORTED, Ran, run_command, waiting_beside_others
+from flatout.measure.trial import NOT_IMPORTED, Result, run_command, waiting_beside_others
 from flatout.progress import SILENT, Progress, counted
 
 
@@ -29,21 +29,21 @@ def diagnose_script(
     environment = waiting_beside_others(progress)
     ran = run_command(command, request, as_json=as_json, environment=environment)
     found = diagnosis_of(evidence_in(" ".join(command), ran))
-    return found, None if ran.answer.is_complete and not request.to_the_end else ran.code
+    return found, None if ran.is_complete and not request.to_the_end else ran.code
 
 
-def evidence_in(name: str, ran: Ran) -> Evidence:
+def evidence_in(name: str, ran: Result) -> Evidence:
     """Return what was measured of a script, with its failure.
 
     Raises: ConfigError when its environment has no flatout; RunFailed when nothing was measured.
     """
-    answer, failure, took = ran.answer, ran.failure, counted(ran.answer.steps, "step")
-    evidence, problem = answer.evidence, answer.problem
+    evidence, problem, failure = ran.evidence, ran.problem, ran.failure
+    took = counted(ran.steps, "step")
     if evidence is not None and failure is not None:
         evidence = evidence.model_copy(update={"failure": failure})
     if evidence is not None and (evidence.failure is not None or evidence.step_s is not None):
         return evidence
-    if problem not in (None, NOT_IMPORTED) and not answer.steps:
+    if problem not in (None, NOT_IMPORTED) and not ran.steps:
         words, _, advice = str(problem).partition(" Fix: ")
         raise ConfigError(words, fix=advice or "Run flatout in the environment of the script.")
     if evidence is not None:

@@ -27,7 +27,7 @@ from flatout.measure.output import claim
 from flatout.measure.profile.result import Profile
 from flatout.measure.trial import (
     QUIET,
-    Ran,
+    Result,
     error_in,
     require_one_process,
     run_command,
@@ -67,7 +67,7 @@ def run_profile(
     """
     require_one_process("profile")
 
-    def record(request: Request, scratch: Path) -> Ran:
+    def record(request: Request, scratch: Path) -> Result:
         with progress.task(f"Profiling {steps} steps"):
             return run_recipe(requested.with_values(QUIET), scratch / "run", request, math.inf)
 
@@ -90,14 +90,14 @@ def profile_script(
     file = next((word for word in command if word.endswith(".py")), command[0])
     out = Path(out or PROFILES / Path(file).stem)
 
-    def record(request: Request, _: Path) -> Ran:
+    def record(request: Request, _: Path) -> Result:
         return run_command(command, request, as_json=as_json)
 
     return recorded(shlex.join(command), record, out, steps, skip)
 
 
 def recorded(
-    what: str, record: Callable[[Request, Path], Ran], out: Path, steps: int, skip: int | None
+    what: str, record: Callable[[Request, Path], Result], out: Path, steps: int, skip: int | None
 ) -> Profile:
     """Record steps, with a directory for the run, write the files of the profile, and return it.
 
@@ -110,7 +110,7 @@ def recorded(
             raw, snapshot = scratch / "raw.json", scratch / SNAPSHOT
             asked = Recording(steps=steps, skip=skip, trace=str(raw), snapshot=str(snapshot))
             ran = record(Request(recording=asked), scratch)
-            found, took = ran.answer.recorded, ran.answer.steps
+            found, took = ran.recorded, ran.steps
             if found is None:
                 if error := error_in(ran.output):
                     raise error

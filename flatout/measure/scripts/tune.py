@@ -30,7 +30,7 @@ from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.scratch import Scratch, project_of
 from flatout.measure.search import DIFFERENT, NO_TIME, UNPROVEN, Search, unclear
-from flatout.measure.trial import Result, result_of, run_in_copy, waiting_beside_others
+from flatout.measure.trial import Result, run_in_copy, waiting_beside_others
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_text, write_whole
 
@@ -149,9 +149,8 @@ class Trials:
         timing = self.timing.model_copy(update={"seed_offset": seed})
         request = Request(changes=tuple(changes), timing=timing)
         environment = {} if values == SPINNING else self.environment
-        ran = run_in_copy(self.scratch, self.command, request, limit_s=limit_s,
-                          environment=environment)  # fmt: skip
-        return result_of(ran)
+        return run_in_copy(self.scratch, self.command, request, limit_s=limit_s,
+                           environment=environment)  # fmt: skip
 
     def patch(self, setting: Setting) -> Patch:
         """Return the patch that makes the changes of a setting."""
@@ -303,26 +302,26 @@ def looked_at(
     environment: Mapping[str, str],
     limit_s: float,
     note: Callable[[str], object],
-) -> Answer:
+) -> Result:
     """Return what the unchanged script shows, in its copy, and what changes of it gain.
 
     Raises: RunFailed when it fails, or takes too few steps.
     """
-    ran = run_in_copy(
+    look = run_in_copy(
         scratch, command, request, limit_s=limit_s, environment=environment, note=note
     )
-    look, name = ran.answer, " ".join(command)
-    if not ran.has_ended:  # there was no time for a change
+    name = " ".join(command)
+    if not look.has_ended:  # there was no time for a change
         left = {name: why for name, why in look.failed.items() if why != ENDED}
         look = look.model_copy(update={"failed": left})
     if look.evidence is not None and look.screened:  # whatever came afterwards
         return look
-    if look.evidence is None or ran.failure is not None:
-        print(ran.output, file=sys.stderr)
-    if "EOFError" in ran.output.rpartition("\n")[2]:
+    if look.evidence is None or look.failure is not None:
+        print(look.output, file=sys.stderr)
+    if "EOFError" in look.output.rpartition("\n")[2]:
         fix = "Give its answers as arguments: trials have no standard input."
         raise RunFailed(f"`{name}` reads from standard input.", fix=fix)
-    evidence = evidence_in(name, ran)
+    evidence = evidence_in(name, look)
     if evidence.failure is not None or not evidence.step_s:
         why = evidence.failure.message if evidence.failure else "it cannot be measured"
         raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")

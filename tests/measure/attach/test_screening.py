@@ -88,8 +88,8 @@ def screened(tmp_path):
             limit_s=240,
             note=notes.append,
         )
-        assert ran.answer.evidence is not None, ran.output
-        return ran.answer, notes
+        assert ran.evidence is not None, ran.output
+        return ran, notes
 
     return run
 

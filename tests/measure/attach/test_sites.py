@@ -384,7 +384,7 @@ if __name__ == "__main__":
     script = tmp_path / "train.py"
     script.write_text(source)
     request = Request(seconds=1.0, steps=12)
-    answer, *_ = run_command([sys.executable, str(script)], request)
+    answer = run_command([sys.executable, str(script)], request)
     assert [(site.kind, site.line) for site in answer.sites] == [
         ("optimizer", 6),
         ("caller", 14),
@@ -447,7 +447,7 @@ for step in range(2000):
 def test_losses_are_wrapped_in_the_function_that_calls_the_model_and_goes_backward(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(LOSSES)
-    answer, *_ = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
+    answer = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
     patch = patch_of({"bf16": edit_of("bf16", "cpu")}, answer.sites, tmp_path)
     block = '    with torch.autocast("cpu", dtype=torch.bfloat16):\n'
     expected = LOSSES.replace(
@@ -458,7 +458,7 @@ def test_losses_are_wrapped_in_the_function_that_calls_the_model_and_goes_backwa
     )
     assert (patch.files["train.py"], patch.by_hand) == (expected, [])
     apply(patch, tmp_path)
-    answer, *_ = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
+    answer = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
     assert answer.evidence is not None
     assert not patch_of({"bf16": edit_of("bf16", "cpu")}, (), tmp_path).diff
 
@@ -495,7 +495,7 @@ if __name__ == "__main__":
 def test_results_that_are_read_after_the_block_are_fp32_as_before(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(READ_LATER)
-    answer, *_ = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
+    answer = run_command([sys.executable, str(script)], Request(seconds=1.0, steps=12))
     patch = patch_of({"bf16": edit_of("bf16", "cpu")}, answer.sites, tmp_path)
     apply(patch, tmp_path)
     text = script.read_text()

@@ -10,12 +10,12 @@ from flatout.config.documents import dump_yaml
 from flatout.errors import ConfigError, OutOfMemory
 from flatout.hardware.machine import Machine
 from flatout.measure.attach.lines import failure_of
-from flatout.measure.attach.request import Answer, Request
+from flatout.measure.attach.request import Request
 from flatout.measure.diagnose import recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.recipe import diagnose_recipe, prepared, with_auto
 from flatout.measure.evidence import Evidence, Failure
-from flatout.measure.trial import Ran, Result, run_command
+from flatout.measure.trial import Result, explained, run_command
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
 
@@ -169,7 +169,8 @@ def test_a_recipe_that_fails_shows_why_and_where(measured, name, kind, line, cha
     ],
 )
 def test_the_end_of_the_process_is_evidence(code, has_ended, output, kind, message):
-    failure = Ran(Answer(), code, output, has_ended, 90.0).failure
+    ended = {"code": code, "output": output, "has_ended": has_ended, "process_s": 90.0}
+    failure = explained(Result(**ended)).failure
     assert failure.kind == kind
     assert message in failure.message
 
@@ -189,9 +190,9 @@ def test_a_users_own_run_under_diagnosis_keeps_its_checkpoints_and_its_data(tiny
     values = {"train.steps": 100_000, "checkpoint.every_steps": 3, "checkpoint.keep": 9}
     path.write_text(dump_yaml(tiny_config().with_values(SIZE | values).to_dict()))
     words = [sys.executable, "-m", "flatout", "train", str(path), "--run-dir", str(tmp_path / "r")]
-    answer, code, *_ = run_command(words, Request(seconds=0.5), is_captured=True)
-    assert (answer.is_complete, code, answer.once) == (True, 0, {})
-    assert "synthetic-data" not in answer.evidence.counterfactual_s
+    found = run_command(words, Request(seconds=0.5), is_captured=True)
+    assert (found.is_complete, found.code, found.once) == (True, 0, {})
+    assert "synthetic-data" not in found.evidence.counterfactual_s
     saved = catalog.steps(tmp_path / "r")
     assert len(saved) > 2
     assert not any(step % 3 for step in saved)
@@ -243,7 +244,7 @@ def tried(tiny_config, monkeypatch):
             trials.append(" ".join([*words, *["speedups=auto"] * (setting.speedups == "auto")]))
             rate = left.pop(0)
             if rate is None:
-                return Result(status="failed", reason="It fails.")
+                return Result(failed={"x": "It fails."})
             return Result(step_s=[1.0 / rate])
 
         monkeypatch.setattr(recipe, "try_recipe", run)

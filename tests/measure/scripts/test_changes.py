@@ -95,7 +95,7 @@ def effects(tmp_path_factory):
     (folder / "train.py").write_text(SCRIPT)
 
     def run(changes, *, steps=14, seed_offset=0):
-        answer, code, printed, *_ = run_command(
+        answer = run_command(
             [sys.executable, "train.py"],
             Request(
                 changes=changes, timing=Timing(steps=steps, warmup_steps=0, seed_offset=seed_offset)
@@ -104,9 +104,9 @@ def effects(tmp_path_factory):
             is_captured=True,
             limit_s=240,
         )
-        assert code == 0, printed
+        assert answer.code == 0, answer.output
         assert answer.failed == {}
-        return json.loads(printed.splitlines()[0]), answer
+        return json.loads(answer.output.splitlines()[0]), answer
 
     return run
 
@@ -182,15 +182,15 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
         "    print(error)\n"
         "import os; os.remove('tokens.bin')\n"
     )
-    answer, code, printed, *_ = run_command(
+    answer = run_command(
         [sys.executable, "train.py"],
         Request(timing=Timing(steps=20, warmup_steps=0), copy_of_user=str(copied)),
         folder=copied,
         is_captured=True,
         limit_s=120,
     )
-    assert code == 0, printed
-    assert "must not change" in printed
+    assert answer.code == 0, answer.output
+    assert "must not change" in answer.output
     assert len(answer.step_s) == 8
     assert {path.name for path in own.iterdir()} == {"ckpt.pt", "log.txt", "tokens.bin"}
     assert {path.read_text() for path in own.iterdir()} == {"the user's"}

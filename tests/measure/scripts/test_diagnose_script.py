@@ -179,7 +179,7 @@ def test_the_line_of_a_busy_thread_is_seen_and_its_turns_stay_as_long(write, cap
         before=before + "threading.Thread(target=poll, daemon=True).start()",
         after="turns[round(sys.getswitchinterval(), 6)] += 1",
     )
-    answer, *_ = run_command(write(text), Request(seconds=0.8))
+    answer = run_command(write(text), Request(seconds=0.8))
     assert capfd.readouterr().out == "True\n"
     (site, *_) = answer.evidence.sites["thread"]
     assert site.text == "while len(kept) < 9: pass"
@@ -198,15 +198,15 @@ def test_a_healthy_script_has_no_finding(kind, write):
 
 def test_the_hooks_end_the_script_and_its_last_words_are_said(write, capfd):
     text = script(before="import atexit; atexit.register(print, 'at exit')")
-    answer, code, *_ = run_command(write(text), Request(seconds=60.0, steps=12))
-    assert (answer.steps, code) == (12, 0)
+    answer = run_command(write(text), Request(seconds=60.0, steps=12))
+    assert (answer.steps, answer.code) == (12, 0)
     assert capfd.readouterr().out == "at exit\n"
 
 
 @pytest.mark.faults
 def test_long_steps_are_measured_a_few_times_only(write):
-    answer, code, *_ = run_command(write(script(after="time.sleep(2.1)")), Request(seconds=3.0))
-    assert code == 0
+    answer = run_command(write(script(after="time.sleep(2.1)")), Request(seconds=3.0))
+    assert answer.code == 0
     assert answer.steps <= 9
     assert answer.evidence.step_s > 2
     assert answer.evidence.sites["own"][0].text == "time.sleep(2.1)"
@@ -215,8 +215,8 @@ def test_long_steps_are_measured_a_few_times_only(write):
 @pytest.mark.thorough
 def test_with_json_its_output_goes_to_standard_error(write, capfd):
     text = script(before="print('mine')", steps=3)
-    answer, code, *_ = run_command(write(text), Request(seconds=60.0), as_json=True)
-    assert (answer.steps, code) == (2, 0)
+    answer = run_command(write(text), Request(seconds=60.0), as_json=True)
+    assert (answer.steps, answer.code) == (2, 0)
     assert capfd.readouterr() == ("", "mine\n")
 
 

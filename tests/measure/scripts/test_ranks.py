@@ -85,7 +85,7 @@ def test_gradients_of_each_micro_batch_and_the_rank_with_longer_rows_are_named(w
 def test_a_script_that_uses_no_sync_reduces_once(write):
     context = "model.no_sync() if micro < 3 else nullcontext()"
     command = write(before="micro_batches = 4", context=context)
-    answer = run_command(command, Request(seconds=1.0)).answer
+    answer = run_command(command, Request(seconds=1.0))
     assert answer.evidence.gradient_syncs == pytest.approx(1.0)
     assert "accumulation-sync" not in names(diagnosis_of(answer.evidence))
 
@@ -111,7 +111,7 @@ def test_the_rank_that_does_something_else_is_named_with_its_line(write, line, r
 @pytest.mark.thorough
 def test_all_ranks_end_after_the_same_step_and_none_fails(write, capfd):
     ran = run_command(write(), Request(seconds=60.0, steps=12))
-    assert (ran.answer.steps, ran.code, ran.answer.evidence.world_size) == (12, 0, 2)
+    assert (ran.steps, ran.code, ran.evidence.world_size) == (12, 0, 2)
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -175,9 +175,9 @@ def test_a_run_that_is_followed_shows_what_grows_and_which_container(tmp_path):
     command = [sys.executable, str(path)]
     ran = run_command(command, Request(seconds=0.1, to_the_end=True))
     idle = {"other_busy_cores": 0.0}  # beside other processes, steps may grow for their sake
-    found = diagnosis_of(ran.answer.evidence.model_copy(update=idle))
+    found = diagnosis_of(ran.evidence.model_copy(update=idle))
     (finding,) = (one for one in found.findings if one.name == "growing-steps")
-    assert (ran.code, ran.answer.steps > 350) == (0, True)
+    assert (ran.code, ran.steps > 350) == (0, True)
     assert finding.site.text == "time.sleep(2e-5 * len(history))"
     assert finding.fixes[0].text.startswith("Look at history, which gets items in each step")
 

@@ -14,13 +14,13 @@ import pytest
 import flatout
 from flatout.errors import RunFailed
 from flatout.measure import race, trial
-from flatout.measure.attach.request import Answer, Screened, Site
+from flatout.measure.attach.request import Screened, Site
 from flatout.measure.evidence import Evidence
 from flatout.measure.intervals import Figure
 from flatout.measure.scripts import tune
 from flatout.measure.scripts.changes import CHANGES, PASSIVE
 from flatout.measure.scripts.tune import name_of
-from flatout.measure.trial import Ran
+from flatout.measure.trial import Result, explained
 
 SOURCE = """import torch
 torch.autograd.set_detect_anomaly(True)
@@ -72,9 +72,9 @@ class Script:
         takes_s = self.trial_s if timing else self.look_s
         self.now_s += min(takes_s, limit_s)
         if takes_s > limit_s:
-            return Ran(Answer(steps=3), None, "", False)
+            return explained(Result(steps=3, has_ended=False))
         if timing is None:
-            return Ran(self.look(request.screen), 0, "", True)
+            return self.look(request.screen)
         text = (folder / "train.py").read_text()
         changes = request.changes
         if text != SOURCE:
@@ -88,21 +88,21 @@ class Script:
         if number == self.stops_in:
             raise KeyboardInterrupt
         if {*self.broken} & {*changes} or self.fails:
-            return Ran(Answer(), 1, "OutOfMemoryError: 3 GiB", True, takes_s)
+            return explained(Result(code=1, output="OutOfMemoryError: 3 GiB", process_s=takes_s))
         error = sum(self.wrong.get(name, 0.0) for name in changes)
         error += sum(self.drawn.get(name, 0.0) for name in changes) * (number * 7 % 5 - 2)
         error += self.noise * (number % 3) + self.seed_spread * (timing.seed_offset % 3)
         speed = math.prod(self.speed.get(name, 1.0) for name in changes) * 5 ** len(waits)
         step_s = self.step_s * self.jitter[number % len(self.jitter)] / speed
         slow = [50.0] if "compile" in changes else []
-        answer = Answer(
+        return Result(
             step_s=[*slow, *[step_s] * (steps - len(slow))],
             losses=[5.0 * (1 + error)] * steps * self.has_losses,
             compiled=[0] if slow else [],
             warmup_steps=timing.warmup_steps,
             is_complete=True,
+            process_s=takes_s,
         )
-        return Ran(answer, 0, "", True, takes_s)
 
     def look(self, names):
         """Return what the unchanged script shows, and what the changes gain inside of it."""
@@ -123,7 +123,7 @@ class Script:
         kept.sort(key=lambda name: -found[name].screened.median)
         failed = dict.fromkeys({*own} & {*self.broken}, "OutOfMemoryError: 3 GiB")
         seen = {"evidence": evidence, "sites": self.sites, "steps": 30}
-        return Answer(**seen, screened=found, kept=kept, failed=failed)
+        return Result(**seen, screened=found, kept=kept, failed=failed)
 
     @property
     def sites(self):
