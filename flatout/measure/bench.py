@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,6 @@ from flatout.training.run_dir.resume import run_name
 JSON, TABLE = "bench.json", "table.md"
 BENCHES = Path("bench")
 """Parent directory of results without --out."""
-WHERE = {
-    "added": "on the way up",
-    "add-one": "added to the full set",
-    "leave-one-out": "in the full set",
-}
-"""Where each kind of row measured a speedup. Later kinds, closer to a real run, take precedence."""
 WARM_S = 2.0
 """Seconds of the warm-up of a trial."""
 SECONDS, LEAST_SECONDS = 5.0, 1.0
@@ -82,7 +75,7 @@ def run_bench(
     Raises: UsageError before anything is measured; RunFailed when nothing could be measured;
             Interrupted when a signal arrives before anything was measured.
     """
-    start_s, began = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
+    start_s = time.monotonic()
     require_one_process("bench")
     swept, folder = values_of(requested, sweep), results_dir(requested, out)
     resolved = resolve_apart(requested, cache, progress)
@@ -115,7 +108,6 @@ def run_bench(
         path=str(folder),
         kind=sweep.partition("=")[0] if sweep else "ablation",
         config=requested.to_dict(),
-        began=began,
         minutes=minutes,
         repeats=race.round,
         rows=[row_of(point, race) for point in every],
@@ -218,28 +210,30 @@ def remember(
 ) -> None:
     """Store gains in the table of this hardware, from which `auto` chooses.
 
-    Gains without an interval, and those whose losses exceed their tolerance, are omitted. The rate
-    of a bench's full set is stored as well: the duration of a run is predicted from it.
+    They are those in the full set, or on top of it. Gains without an interval, and those whose
+    losses exceed their tolerance, are omitted. The rate of a bench's full set is stored as well:
+    the duration of a run is predicted from it.
     """
     config, decisions = resolved.config, resolved.decisions
     hardware = hardware_name(resolved.machine, config.train.device)
     full, run, gains = {*speedups_on(decisions)}, None, dict[str, Gain]()
-    for row in sorted(rows, key=lambda row: [*WHERE, row.kind].index(row.kind)):
+    for row in rows:
         gain = row.gain.inverse() if row.gain and row.leaves_out else row.gain
-        if row.speedup and gain and gain.low is not None and row.within_tolerance is not False:
-            of_a_change = WHERE["leave-one-out" if row.leaves_out else "add-one"]
+        is_right = row.within_tolerance is not False and row.kind != "added"
+        if row.speedup and gain and gain.low is not None and is_right:
+            is_inside = row.leaves_out or row.kind == "leave-one-out"
             gains[row.speedup] = Gain(
                 gain=gain.median,
                 low=gain.low,
                 high=gain.high,
-                where=WHERE.get(row.kind, of_a_change),
+                where="in the full set" if is_inside else "added to the full set",
                 recipe=config.name,
                 date=found.began,
                 commit=found.commit,
                 torch=str(found.environment.get("torch", "unknown")),
                 flops_per_token=flops_per_token(config),
             )
-        if row.kind in WHERE and row.tokens_per_s and {*row.speedups} == full:
+        if row.kind == "added" and row.tokens_per_s and {*row.speedups} == full:
             run = past_run(config, decisions, by="bench", tokens_per_s=row.tokens_per_s.median)
     if cache is None or hardware is None or not (gains or run):
         return

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.assembly.speedup import Tolerance
-from flatout.display import Show, gib, milliseconds
+from flatout.display import Show
 from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.measure.attach.request import Request, Timing
 from flatout.measure.intervals import Figure
 from flatout.measure.output import git
-from flatout.measure.race import LossCheck, Race
+from flatout.measure.race import LossCheck, Race, Row
 from flatout.measure.results import Measurement, facts_of
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.trial import (
@@ -26,7 +26,6 @@ from flatout.measure.trial import (
     waiting_beside_others,
 )
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import Stored
 
 SECONDS, STEPS, WARM_STEPS = 3.0, 12, 4
 """Fewest seconds and measured steps of a trial, and the steps of its warm-up."""
@@ -51,27 +50,17 @@ class Side:
     revision: str | None = None
     """Revision of the repository that it runs in. None: the files as they are."""
 
-
-class SideRow(Stored):
-    """What was measured of a command."""
-
-    name: Annotated[str, Show()]
-    """a or b."""
-    command: Annotated[str, Show("command")]
-    step_ms: Annotated[float, Show("step", lambda ms: milliseconds(ms / 1e3))]
-    """Median over its trials of the mean time of a step."""
-    peak_gib: Annotated[float | None, Show("peak", gib)]
-    """Peak memory of the device, or on a CPU of the process."""
-    compile_s: Annotated[float | None, Show("compiles", "{:.0f} s".format, unknown="")]
-    """Seconds spent compiling. Null when nothing was compiled."""
-    trials: Annotated[int, Show("n")]
+    def describe(self) -> str:
+        """Return its name, its command and its revision."""
+        where = f" ({self.revision})" if self.revision else ""
+        return f"{self.name}: {' '.join(map(in_shell, self.command))}{where}"
 
 
 class Comparison(Measurement):
     """Which of two commands is faster."""
 
-    sides: Annotated[list[SideRow], Show()]
-    """Both commands."""
+    sides: Annotated[list[Row], Show()]
+    """What was measured of both commands."""
     ratio: Figure
     """How many times as fast the second one is, by equal work."""
     work: float
@@ -180,26 +169,12 @@ def compare_commands(
     return Comparison(
         path=str(here),
         **facts_of(race),
-        sides=[row_of(side, race) for side in (one, two)],
+        sides=[race.row(side, name=side.describe()) for side in (one, two)],
         ratio=Figure(**scaled),
         work=work,
         losses=race.check(two, one),
         at_least=at_least,
         notes=notes,
-    )
-
-
-def row_of(side: Side, race: Race) -> SideRow:
-    """Return what was measured of a command."""
-    row = race.row(side, name=side.name)
-    where = f" ({side.revision})" if side.revision else ""
-    return SideRow(
-        name=side.name,
-        command=f"{' '.join(map(in_shell, side.command))}{where}",
-        step_ms=row.step_ms or 0.0,
-        peak_gib=row.peak_gib,
-        compile_s=row.compile_s,
-        trials=row.repeats,
     )
 
 

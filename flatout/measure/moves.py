@@ -145,10 +145,9 @@ def ablation(requested: RunConfig, resolved: Resolved) -> list[Point]:
         why_not = added if isinstance(added, str) else None
         if decision.on:
             continue
-        if why_not is None and name in request.dropped:
+        is_set = precision != "auto" and "precision" in SPEEDUPS.get(name).sets
+        if why_not is None and (is_set or name in request.dropped):
             why_not = f"not measured: {decision.reason}."
-        elif why_not is None and precision != "auto" and "precision" in SPEEDUPS.get(name).sets:
-            why_not = f"not measured: train.precision={precision} is set."
         if why_not is not None:
             points.append(Point(name, "absent", at, None, name, why_not))
             continue

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from flatout.display import Show
+from flatout.display import Show, milliseconds
 from flatout.errors import Interrupted, RunFailed, signal_of
 from flatout.measure.intervals import (
     LEAST_GAIN,
@@ -125,8 +126,8 @@ class Row(LossCheck):
         None,
         Show("losses", record=LossCheck.apart),
     ] = Field(None, exclude=True)
-    step_ms: float | None = None
-    """Mean time of a measured step."""
+    step_ms: Annotated[float | None, Show("step", record=lambda row: row.step_cell())] = None
+    """Mean time of a measured step, the median over its trials."""
     rows_per_device: Annotated[
         int | None,
         Show("rows", record=lambda r: f"{r.rows_per_device}x{r.accumulate}" * bool(r.accumulate)),
@@ -147,6 +148,11 @@ class Row(LossCheck):
     """Trials with results."""
     reason: Annotated[str | None, Show("", unknown="")] = None
     """Why it is not ok, or why it was not taken."""
+
+    def step_cell(self) -> str:
+        """Return the time of a step for a table that has no rate."""
+        is_shown = self.step_ms is not None and self.tokens_per_s is None
+        return milliseconds((self.step_ms or 0.0) / 1e3) if is_shown else ""
 
     def compile_cell(self) -> str:
         """Return the time to compile for a table, and when it pays."""
@@ -206,6 +212,10 @@ class Race:
     """Shows what is measured."""
     began_s: float = field(default_factory=lambda: time.monotonic())
     """The start, by time.monotonic."""
+    began: str = field(
+        default_factory=lambda: datetime.now().astimezone().isoformat("T", "seconds")
+    )
+    """Its date and time."""
     done: list[Done] = field(default_factory=list)
     round: int = SCREEN
     """The last round."""

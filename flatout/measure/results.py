@@ -78,6 +78,7 @@ def facts_of(race: Race) -> dict[str, Any]:
         "machine": probe().describe(),
         "environment": {name: environment.get(name) for name in ("torch", "threads", "device")},
         "commit": commit_of_package(),
+        "began": race.began,
         "wall_s": round(race.spent_s, 1),
         "num_trials": len(race.done),
         "ended_by_signal": race.ended_by_signal,
@@ -149,8 +150,6 @@ class Tuning(Measurement):
     """Name of the recipe."""
     tokens_per_step: int
     """Tokens per optimizer step, the same in every trial."""
-    start: str
-    """The setting that everything was compared with: auto, unless that failed."""
     best: Row
     """The setting that was found. Its gain is over the first setting, null for that one."""
     precision: str
@@ -165,11 +164,11 @@ class Tuning(Measurement):
         best, gain = self.best, ""
         rate = f"{best.tokens_per_s.median:,.0f} tokens/s" if best.tokens_per_s else "no rate"
         if best.gain:
-            gain = f"; gain over {self.start}: {best.gain.gain()}"
-        elif best.name == self.start:
-            gain = f": nothing that was measured is faster than {self.start}"
+            gain = f"; gain over auto: {best.gain.gain()}"
+        elif not any(row.taken for row in self.changes):
+            gain = ": nothing that was measured is faster than auto"
             if not self.changes:
-                gain = f" as {self.start} chooses: nothing else was measured"
+                gain = " as auto chooses: nothing else was measured"
         peak = "" if best.peak_gib is None else f"; peak {best.peak_gib:.2f} GiB"
         about = [f"Recipe {self.recipe}", self.machine, f"torch {self.environment.get('torch')}"]
         about += [f"commit {self.commit}"] if self.commit else []

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from flatout.assembly.batch import sequences_of
@@ -68,7 +67,7 @@ def run_tune(
     Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
     """
-    start_s, began = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
+    start_s = time.monotonic()
     require_one_process("tune")
     require_own(out, is_own=out.is_file() and out.read_bytes().startswith(MARK.encode()))
     resolved = resolve_apart(requested, cache, progress)
@@ -121,9 +120,7 @@ def run_tune(
         **facts_of(race),
         recipe=requested.name,
         path=str(out),
-        began=began,
         tokens_per_step=config.batch.tokens_per_step or 0,
-        start=race.name(start),
         best=race.row(best, start if search.taken else None, name=race.name(best),
                       kind="best", speedups=in_order(best.on)),
         precision=config.train.precision,
@@ -134,7 +131,7 @@ def run_tune(
     found = found.model_copy(update={"notes": [*late_ones(search.left), use]})
     comment = terminal_text(found.display(), COMMENT_COLUMNS)
     header = "\n".join(f"# {line}".rstrip() for line in comment.splitlines())
-    write_text(out, f"{MARK} on {began[:10]}.\n{header}\n\n{dump_yaml(config.to_dict())}")
+    write_text(out, f"{MARK} on {race.began[:10]}.\n{header}\n\n{dump_yaml(config.to_dict())}")
     remember(found.changes, found, resolved, cache, progress)
     return found
 

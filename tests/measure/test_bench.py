@@ -290,7 +290,7 @@ def test_the_gain_in_the_full_set_counts_most_and_wrong_ones_not_at_all(tmp_path
 
 
 def test_gains_are_stored_for_the_hardware_that_measured(tmp_path):
-    rows = [row("+ a", "added", 2.0, 2.2, speedup="prefetch")]
+    rows = [row("- a", "leave-one-out", 2.0, 2.2, speedup="prefetch")]
     remember(rows, FOUND, recipe_on("cuda:1"), tmp_path)
     assert not list(tmp_path.iterdir()), "there is one GPU"
     remember(rows[:0], FOUND, recipe_on("cuda"), tmp_path)

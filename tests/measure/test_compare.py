@@ -159,7 +159,7 @@ def test_a_revision_runs_with_its_own_files_and_the_users_stay(tmp_path, monkeyp
         flatout.compare(script=[sys.executable, "train.py"], against="mian")
     found = flatout.compare(script=[sys.executable, "train.py"], against="HEAD", at_least=0.9)
     assert found.is_slower
-    assert found.sides[0].command == f"{sys.executable} train.py (HEAD)"
+    assert found.sides[0].name == f"a: {sys.executable} train.py (HEAD)"
     assert "uncommitted changes" in found.notes[0]
     assert Path("speed.py").read_text() == "WAIT_S = 0.02\n"
     assert {path.name for path in tmp_path.iterdir()} >= {"new.py", "data.py"}

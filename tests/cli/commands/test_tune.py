@@ -19,7 +19,7 @@ def tuned(monkeypatch):
     gain = {"gain": Figure(median=1.12, low=1.1, high=1.14), "taken": True}
     rows = [Row(name="a", **figures, **gain), Row(name="b", gain=Figure(median=0.7))]
     best = Row(name="c", kind="best", rows_per_device=8, accumulate=4, **figures, **gain)
-    about = {"path": "tuned.yaml", "recipe": "mine", "machine": "a CPU", "start": "auto"}
+    about = {"path": "tuned.yaml", "recipe": "mine", "machine": "a CPU"}
     about |= {"tokens_per_step": 4096, "precision": "fp32"}
 
     def run_tune(config, **options):
