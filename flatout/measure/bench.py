@@ -185,7 +185,11 @@ def notes(race: Race, found: Bench) -> list[str]:
     rounds = f"{counted(found.repeats, 'interleaved round')}, each trial in its own process"
     facts = [found.machine, f"torch {torch}, {threads} threads", rounds, f"commit {found.commit}",
              "medians, gains with 94% intervals", found.began]  # fmt: skip
-    return [*lines, f"{'; '.join(facts)}.", f"{found.path}/ has both files; {found.trials}"]
+    return [
+        *lines,
+        f"{'; '.join(facts)}.",
+        f"{found.path}/ has bench.json and table.md; {found.trials}",
+    ]
 
 
 def results_dir(config: RunConfig, out: Path | str | None) -> Path:

@@ -41,8 +41,6 @@ SECONDS = 3.0
 """Seconds of measured steps per trial."""
 LONGEST_SHARE = 0.25
 """Share of the time after which a trial is ended, and half of it before anything was measured."""
-NEAR = 4
-"""Numbers of rows that are tried, the nearest ones, besides the largest that fits."""
 COMMENT_COLUMNS = 98
 SMALLER = (
     "Set a smaller batch.rows_per_device, shorten data.seq_len, or use a larger machine (`flatout "
@@ -97,10 +95,16 @@ def run_tune(
 
     def why_not(after: Setting) -> str | None:
         """Return why a setting is not worth a measurement. None: it is."""
+        first = race.done[0].result
         for one in race.done:
-            is_smaller = one.setting.on == after.on and one.setting.rows <= after.rows
-            if is_smaller and one.result.status == "out-of-memory":
-                return f"not tried: {one.setting.rows} rows ran out of memory."
+            rows = one.setting.rows
+            is_between = (rows - start.rows) * (after.rows - rows) > 0
+            if one.setting.on != after.on:
+                continue
+            if rows <= after.rows and one.result.status == "out-of-memory":
+                return f"not tried: {rows} rows ran out of memory."
+            if is_between and race.results(one.setting) and race.ratio(one.result, first) < 1:
+                return f"not tried: {rows} rows are slower."
         return None
 
     search = Search(race, start, moves, why_not, left=left)
@@ -146,7 +150,7 @@ def moves_of(
 ) -> tuple[list[Move], list[Row]]:
     """Return the moves from what `auto` chose, the most promising ones first, and what is left out.
 
-    The rows are those on either side and the most that fit. A speedup that is off is added, one
+    The nearest rows come first, of those that fit. A speedup that is off is added, one
     that is on is removed, and activation checkpointing also comes with the larger micro-batch that
     then fits. Speedups that the request names or excludes stay as they are. One with a statistical
     tolerance is tried only when `statistical`.
@@ -179,8 +183,7 @@ def moves_of(
 
         others = [rows for rows in fitting(start) if rows != start.rows]
         others.sort(key=lambda rows: abs(math.log(rows / start.rows)))
-        tried = dict.fromkeys([*others[:NEAR], *sorted(others)[-1:]])
-        batches = [Move(f"{ROWS}={n}", values={ROWS: n}, part="batch") for n in tried]
+        batches = [Move(f"{ROWS}={n}", values={ROWS: n}, part="batch") for n in others]
         for move in [move for move in moves if move.part == "checkpointing"]:
             room = max(fitting(move.apply(start) or start), default=0)
             if room > max([start.rows, *others]):

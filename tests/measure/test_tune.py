@@ -80,6 +80,14 @@ def test_nothing_changes_where_nothing_is_surely_faster(tune):
         assert "nothing that was measured is faster than auto" in found.summary()
 
 
+def test_rows_beyond_slower_ones_are_not_tried(tune):
+    machine = MadeUp(rows={4: 0.8})
+    found = tune(machine, only=["batch"])
+    assert {row.name: row.reason for row in found.not_tried} == {
+        f"batch.rows_per_device={rows}": "not tried: 4 rows are slower." for rows in (2, 1)
+    }
+
+
 def test_close_moves_are_repeated_and_clear_ones_are_not(tune):
     machine = MadeUp(speedups={"fused-adamw": 2.0}, rows={4: 1.02})
     found = rows_of(tune(machine, only=["batch", "fused-adamw"]))

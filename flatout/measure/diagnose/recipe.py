@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.assembly.memory import estimate, memory_bytes, workload_of
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.resolve import epoch_tokens, known_peak
+from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.speedup import Tolerance
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.data.store.mix import members_of
@@ -104,7 +104,6 @@ def prepared(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepa
         saved = kind.num_parameters(shape) * most_at_once(config.checkpoint, steps, per_epoch)
         workload, available = workload_of(config), memory_bytes(machine, device, 1)
         data = [member.dataset for member in members_of(resolved.dataset)]
-        peak = known_peak(machine, device, config.train.precision)
     except (Exception, SystemExit) as error:  # also of the user's own model or optimizer
         failure = failure_of(error, 0)
         if device and isinstance(error, HardwareError):  # only the memory can be too small
@@ -125,8 +124,6 @@ def prepared(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepa
         "tokens_per_step": per_step,
         "planned_steps": steps,
         "epochs": steps / per_epoch,
-        "peak_tflops": peak and peak.tflops,
-        "peak_source": peak and peak.source,
     }
     warmup = warmup_steps(config.schedule, steps or 1)
     longer = QUIET | {"train.steps": LONG_RUN_STEPS, "schedule.warmup": warmup}

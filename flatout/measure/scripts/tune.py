@@ -7,7 +7,6 @@ the patched files race against the original ones: that alone is what is claimed.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -263,20 +262,16 @@ def proof_of(search: Search, edits: Patch) -> tuple[dict[str, Any], str | None]:
 def notes(found: ScriptTuning, each_s: float) -> list[str]:
     """Return what was found in all, and how to use it. `each_s` are the seconds of a race."""
     unproven = [row for row in found.changes if UNPROVEN in (row.reason or "")]
+    lines = []
     if found.gain:
         kept = found.gain_losses and found.gain_losses.words()
         lines = [f"Together: {found.gain.times()}{f'; losses {kept}' if kept else ''}."]
-    elif found.taken:
-        figures = [row.gain or row.screened for row in found.changes if row.taken]
-        product = math.prod(figure.median for figure in figures if figure)
-        lines = [f"Together: about {product:.2f} times as fast, the product of the gains."]
-    elif unproven:
+    elif unproven and not found.taken:
         best = max(unproven, key=lambda row: row.first_gain or 0.0)
         lines = [f"{best.name} may be faster, which is {UNPROVEN}. Add --minutes."]
-    elif found.changes:
-        lines = ["Nothing that was measured makes the script faster."]
-    else:
-        lines = ["No change was measured."]
+    elif not found.taken:
+        measured = "Nothing that was measured makes the script faster."
+        lines = [measured if found.changes else "No change was measured."]
     lines += late_ones(found.not_tried, each_s)
     lines += [found.withheld] if found.withheld else []
     if found.patch:
