@@ -100,7 +100,7 @@ class Result(Answer):
         if has_steps:
             return None
         if self.steps or self.problem:
-            return self.problem or "it took too few steps"
+            return self.problem or f"it took too few steps: {self.steps}"
         return "no optimizer of torch took two steps in it"
 
     @property

@@ -15,7 +15,7 @@ from flatout.measure.rules import Finding, rules
 from flatout.progress import counted
 from flatout.storage.json_io import Result
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 CLEAR = 0.1
 """Share of a script's step from which a line is at fault, however busy the machine is."""
 ORDER = ("fails", "spoils", "slows", "warns")

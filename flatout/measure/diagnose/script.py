@@ -9,7 +9,7 @@ from flatout.measure.attach.request import Request
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import Evidence
 from flatout.measure.trial import NOT_IMPORTED, Result, run_command, waiting_beside_others
-from flatout.progress import SILENT, Progress, counted
+from flatout.progress import SILENT, Progress
 
 
 def diagnose_script(
@@ -38,7 +38,6 @@ def evidence_in(name: str, ran: Result) -> Evidence:
     Raises: ConfigError when its environment has no flatout; RunFailed when nothing was measured.
     """
     evidence, problem, failure = ran.evidence, ran.problem, ran.failure
-    took = counted(ran.steps, "step")
     if evidence is not None and failure is not None:
         evidence = evidence.model_copy(update={"failure": failure})
     if evidence is not None and (evidence.failure is not None or evidence.step_s is not None):
@@ -46,29 +45,17 @@ def evidence_in(name: str, ran: Result) -> Evidence:
     if problem not in (None, NOT_IMPORTED) and not ran.steps:
         words, _, advice = str(problem).partition(" Fix: ")
         raise ConfigError(words, fix=advice or "Run flatout in the environment of the script.")
-    if evidence is not None:
-        what = f"ended after {took}, which are too few to measure."
-        fix = "Let it train for at least 30 steps."
-    elif not ran.has_ended:
-        what = "took too few steps until its time was up."
+    fix = (
+        "Let it train for at least 30 steps. A step is one of an optimizer of torch.optim after a "
+        "backward pass, in the process that is started or one of its children."
+    )
+    if not ran.has_ended:
         fix = "Allow more --minutes, or make its steps shorter: fewer rows show the same."
     elif failure is not None:
-        said = f" (exit code {ran.code})" if ran.output and ran.code else ""
-        what = f"failed before its steps could be measured{said}: {failure.message}"
         fix = failure.fix or "Run it alone first, and repair that."
     elif problem == NOT_IMPORTED:
-        what = "did not import torch."
         fix = "Name the command that trains. It must not start Python with -I, -E or -S."
-    elif problem is not None:
-        what = f"took {took}, but they cannot be evaluated: {problem}"
-        fix = "Please report this, with the script."
-    else:
-        what = "ended, but no optimizer of torch took two steps in it."
-        fix = (
-            "Let it train for more steps. A step is one of an optimizer of torch.optim after a "
-            "backward pass, in the process that is started or one of its children."
-        )
-    error = RunFailed(f"`{name}` {what}", fix=fix)
+    error = RunFailed(f"`{name}` cannot be measured: {ran.reason}.", fix=fix)
     if code := ran.code:
         error.exit_code = code if code > 0 else 128 - code  # as a shell reports a signal
     raise error

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from flatout.config.schema import RunConfig
-from flatout.errors import RunFailed
 from flatout.hardware.machine import fingerprint
 from flatout.measure.attach.request import Recording, Request
 from flatout.measure.attach.trace import Trace, document_in, read_trace
@@ -33,7 +32,7 @@ from flatout.measure.trial import (
     run_command,
     run_recipe,
 )
-from flatout.progress import SILENT, Progress, counted
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import CheckedFile, write_text, writing_run
 from flatout.training.run_dir.resume import run_name
 
@@ -110,15 +109,10 @@ def recorded(
             raw, snapshot = scratch / "raw.json", scratch / SNAPSHOT
             asked = Recording(steps=steps, skip=skip, trace=str(raw), snapshot=str(snapshot))
             ran = record(Request(recording=asked), scratch)
-            found, took = ran.recorded, ran.steps
+            found, error = ran.recorded, error_in(ran.output)
+            if found is None and error is not None:
+                raise error
             if found is None:
-                if error := error_in(ran.output):
-                    raise error
-                if ran.failure is None and took:
-                    raise RunFailed(
-                        f"`{what}` took {counted(took + 1, 'step')}, which are too few.",
-                        fix="Let it train for longer, or use a smaller --skip or --steps.",
-                    )
                 evidence_in(what, ran)  # raises, as nothing was measured
             assert found is not None
             profile = Profile(

@@ -93,7 +93,7 @@ def test_a_healthy_verdict_says_what_was_measured(facts, verdict, device):
 def test_its_json_is_strict_with_a_format_version():
     text = diagnosis_of(STEPS.model_copy(update={"data_wait_s": 0.02})).model_dump_json()
     stored = json.loads(text, parse_constant=lambda word: pytest.fail(word))
-    assert stored["format_version"] == 3
+    assert stored["format_version"] == 4
     assert stored["verdict"] == "20% of each step waits for data."
     assert stored["roofline"]["tokens_per_s"] is None
 

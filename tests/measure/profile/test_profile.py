@@ -113,9 +113,8 @@ def test_weights_in_host_memory_are_profiled(quick):
 
 
 def test_a_run_that_is_too_short_is_an_error(quick, tmp_path):
-    with pytest.raises(RunFailed, match="took 3 steps, which are too few") as caught:
+    with pytest.raises(RunFailed, match="it took too few steps"):
         quick(steps=2, skip=5, train__steps=3)
-    assert "--skip" in caught.value.fix
     assert not (tmp_path / "out").exists()
 
 

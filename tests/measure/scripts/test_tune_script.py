@@ -82,7 +82,7 @@ def test_the_patch_is_of_the_whole_repository(tmp_path):
     ("source", "message"),
     [
         ("raise ValueError('mine')", "mine"),
-        ("print('no torch here')", "did not import torch"),
+        ("print('no torch here')", "torch was not imported"),
         ("input()", "standard input"),
         (f"{SCRIPT}    if step == 40: raise ValueError('mine')\n", "ValueError: mine"),
         (f"{SCRIPT}    if step == 4: break\n", "too few"),
