@@ -296,7 +296,7 @@ def tune(
     minutes = ["--minutes", str(options.minutes), "--patch", str(patch)]
     asked = ["tune", "--json", *minutes, "--", options.python, *script]
     found, problem = flatout_json(asked, cwd, variables)
-    shown = ("gain", "changes", "by_hand", "verified")
+    shown = ("gain", "changes", "by_hand")
     result: Row = {"problem": problem or None, **{name: found.get(name) for name in shown}}
     if not patch.exists() or not patch.read_text().strip():
         return result

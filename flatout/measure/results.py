@@ -196,17 +196,13 @@ class ScriptTuning(Measurement):
     taken: list[str]
     """The winners, in the order in which they were added."""
     gain: Figure | None = None
-    """How many times faster all winners make it. None without any."""
+    """How many times faster the patched script is, with what is `by_hand`. None without winners."""
     gain_losses: LossCheck | None = None
     """The losses with all winners."""
     patch: str = ""
     """The winners as a unified diff. "" means none."""
     by_hand: list[ByHand] = Field([])
     """What to write where no exact edit is possible."""
-    verified: Figure | None = None
-    """How many times faster the patched script is. None means it was not run."""
-    verified_losses: LossCheck | None = None
-    """Its losses."""
     withheld: str | None = None
     """Why no patch is given, although there are winners."""
 

@@ -83,15 +83,10 @@ def run_tune(
             f"The recipe sets {start.rows} rows per micro-batch. `tune` varies the rows "
             "and the accumulation, and keeps the tokens per optimizer step."
         )
-    race = race_of(
-        requested,
-        SECONDS,
-        total_s=(total_s := math.inf if minutes is None else 60 * minutes),
-        longest_s=total_s / 2,
-        began_s=start_s,
-        ratio=over_the_run(resolved.config),
-        name=lambda setting: setting.beyond(start) or "auto",
-    )
+    total_s = math.inf if minutes is None else 60 * minutes
+    race = race_of(requested, SECONDS, total_s=total_s, longest_s=total_s / 2, began_s=start_s,
+                   ratio=over_the_run(resolved.config),
+                   name=lambda setting: setting.beyond(start) or "auto")  # fmt: skip
 
     def why_not(after: Setting) -> str | None:
         """Return why a setting is not worth a measurement. None: it is."""

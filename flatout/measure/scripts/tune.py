@@ -254,8 +254,6 @@ def proof_of(search: Search, edits: Patch) -> tuple[dict[str, Any], str | None]:
     if why is not None and not is_first:
         return {"withheld": f"No patch is written: {why}."}, why
     found = {"patch": edits.diff, "by_hand": edits.by_hand, "gain": gain, "gain_losses": check}
-    if not edits.by_hand:
-        found |= {"verified": gain, "verified_losses": check}
     return found, None
 
 
@@ -275,8 +273,7 @@ def notes(found: ScriptTuning, each_s: float) -> list[str]:
     lines += late_ones(found.not_tried, each_s)
     lines += [found.withheld] if found.withheld else []
     if found.patch:
-        proof = f"The patched script: {found.verified.times()}." if found.verified else ""
-        lines += ["", found.patch.rstrip(), "", proof]
+        lines += ["", found.patch.rstrip(), ""]
         file = f"{found.path}/{PATCH}"
         git = f"git -C {in_shell(found.root)} apply" if found.root else "git apply"
         lines.append(f"Apply it: {git} {in_shell(os.path.abspath(file) if found.root else file)}")

@@ -191,7 +191,7 @@ def test_a_change_whose_losses_differ_or_are_not_seen_is_not_taken(tuned):
     found = tuned(script)
     assert found.taken == ["tf32"], "what may differ most is given up first"
     assert rows_of(found)["bf16"].reason == "in the end, its losses exceed the tolerance"
-    assert found.verified.median == pytest.approx(1.5, rel=0.01)
+    assert found.gain.median == pytest.approx(1.5, rel=0.01)
     found = tuned(Script(speed={"bf16": 1.5}, has_losses=False))
     assert found.taken == []
     assert "no loss was seen" in rows_of(found)["bf16"].reason
@@ -201,7 +201,7 @@ def test_on_a_busy_machine_threads_sleep_and_what_that_gains_is_a_change(tuned):
     script = Script(speed={"tf32": 1.5, "passive-threads": 1.0}, on_busy=True)
     found = tuned(script)
     assert found.taken == ["tf32", "passive-threads"]
-    assert found.verified.median == pytest.approx(1.5, rel=0.01)
+    assert found.gain.median == pytest.approx(1.5, rel=0.01)
     assert rows_of(found)["passive-threads"].gain.median == pytest.approx(5.0, rel=0.01)
     assert "OMP_WAIT_POLICY=passive" in found.summary()
     assert "--with tf32,passive-threads" in found.summary()
@@ -232,7 +232,7 @@ def test_the_time_is_kept_and_a_patch_needs_one_round_beside_the_screening(tuned
     assert rows_of(found)["bf16"].screened.median == pytest.approx(1.6)
     assert bool(found.patch) is (60 * minutes >= 3 * trial_s)
     if found.patch:
-        assert found.verified.median == pytest.approx(2.4, rel=0.01)
+        assert found.gain.median == pytest.approx(2.4, rel=0.01)
     else:
         assert "not proven" in found.summary()
     if 60 * minutes < 8 * trial_s:
