@@ -17,7 +17,7 @@ from flatout.progress import counted
 from flatout.storage.json_io import Result
 from flatout.storage.streams import shortened
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 PARTS = ("batch", "checkpointing", "speedups")
 """What `flatout tune` varies. The order is that of the first measurements."""
 HEADINGS = {

@@ -11,7 +11,7 @@ from flatout.display import Display, Show, displayed, milliseconds, table_of
 from flatout.measure.evidence import KernelRow
 from flatout.storage.json_io import Result
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 
 def _step(profile: Profile) -> str:
