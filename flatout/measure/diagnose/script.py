@@ -55,7 +55,8 @@ def evidence_in(name: str, ran: Result) -> Evidence:
         fix = failure.fix or "Run it alone first, and repair that."
     elif problem == NOT_IMPORTED:
         fix = "Name the command that trains. It must not start Python with -I, -E or -S."
-    error = RunFailed(f"`{name}` cannot be measured: {ran.reason}.", fix=fix)
+    said = f" (exit code {ran.code})" if ran.output and ran.code else ""
+    error = RunFailed(f"`{name}` cannot be measured{said}: {ran.reason}.", fix=fix)
     if code := ran.code:
         error.exit_code = code if code > 0 else 128 - code  # as a shell reports a signal
     raise error
