@@ -23,6 +23,4 @@ def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys):
     assert answer["profiled_step_ms"] > 0
     assert answer["table"][0]["kind"]
     assert "ui.perfetto.dev" in shown
-    text = (out / "profile.txt").read_text().rstrip()
-    assert "\n".join(text.splitlines()[:8]) in shown
-    assert "matmul" in text
+    assert "matmul" in shown
