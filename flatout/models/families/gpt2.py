@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from flatout.models.families.table import (
     Architecture,
+    Field,
     entry,
     only,
     required,
+    resolved,
     sizes,
     tensors_of,
 )
@@ -20,6 +22,8 @@ ARCHITECTURE = Architecture(
         *sizes("vocab_size n_layer=num_layers n_embd=d_model n_head=num_heads"),
         entry("n_inner", "d_ff", lambda _, keys: 4 * keys["d_model"]),
         entry("n_positions", "max_seq_len", lambda document, _: required(document, "n_ctx")),
+        # a name of the same, which llama.cpp reads
+        Field(lambda *_: {}, lambda config: {"n_ctx": resolved(config, "max_seq_len")}),
         entry("activation_function", "activation", "gelu_new", ACTIVATIONS),
         entry("layer_norm_epsilon", "layer_norm_eps", 1e-5),
         entry("tie_word_embeddings", "tied_head", True),
