@@ -26,6 +26,8 @@ from flatout.distributed.layout import Layout
 from flatout.errors import ConfigError
 
 ARGUMENTS = ("tokens_BT", "targets_BT", "doc_ids_BT")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of hidden states. A stage sends the number of theirs before them."""
 FIRST, LAST = ("token_embedding", "position_embedding"), ("final_norm", "unembedding")
 """The modules of a model that belong to the first stage, and to the last."""
 
@@ -161,13 +163,19 @@ class Pipeline(nn.Module):
         shape = (rows, tokens // (mesh.tensor * mesh.context), self.model.config.d_model)
         rank, like = dist.get_rank(self._group), next(self.model.parameters())
         for stage in self.stages:
-            entered_BSD = torch.zeros(shape, dtype=like.dtype, device=mesh.device)
+            before, after = ((rank + step) % mesh.pipeline for step in (-1, 1))
+            kind, dtype = torch.zeros(1, dtype=torch.int64, device=mesh.device), like.dtype
+            if group is not None and not stage.is_first:
+                dist.recv(kind, group=group, group_src=before)
+                dtype = DTYPES[int(kind)]  # narrower where matmuls are
+            entered_BSD = torch.zeros(shape, dtype=dtype, device=mesh.device)
             entered_BSD.requires_grad = group is None
             if group is not None and not stage.is_first:
-                dist.recv(entered_BSD, group=group, group_src=(rank - 1) % mesh.pipeline)
+                dist.recv(entered_BSD, group=group, group_src=before)
             out = stage(entered_BSD, **named)
             if group is not None and not stage.is_last:
-                dist.send(out, group=group, group_dst=(rank + 1) % mesh.pipeline)
+                dist.send(kind.fill_(DTYPES.index(out.dtype)), group=group, group_dst=after)
+                dist.send(out, group=group, group_dst=after)
             yield out[0] if group is None and stage.is_last else out
 
     def step(self, micro_batches: Sequence[Any], scale: float) -> list[Tensor]:

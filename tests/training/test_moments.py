@@ -96,6 +96,18 @@ def nanogpts(tmp_path, **options):
     return path
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_moments_of_the_only_optimizer_of_lightning_continue(tmp_path, started, count):
+    path = nanogpts(tmp_path)
+    document = torch.load(path, weights_only=True)
+    torch.save(document | {"optimizer_states": [document.pop("optimizer")] * count}, path)
+    run, said = started(path)
+    if count == 1:
+        require_moments(run)
+    else:
+        assert f"those of {path} are of several optimizers" in said
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_moments_of_a_checkpoint_of_nanogpt_continue(tmp_path, started, groups):
     run, said = started(nanogpts(tmp_path, groups=groups))

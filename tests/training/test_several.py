@@ -146,6 +146,17 @@ def test_processes_that_share_the_model_have_the_losses_of_one_and_continue_each
             assert found == pytest.approx(expected[-len(found) :], rel=1e-4), (name, folder)
 
 
+def test_a_pipeline_of_narrow_hidden_states_has_the_validation_loss_of_one(
+    recipe, tmp_path, losses
+):
+    keys = (*STAGES, "train.precision=auto", "speedups=bf16-products", "model.bias=false")
+    run_training(load_config(recipe, keys), tmp_path / "one")
+    several(recipe, tmp_path / "two", *keys, "parallel.pipeline=2")
+    for name in ("train/loss", "val/loss"):
+        expected = losses(tmp_path / "one", name)
+        assert losses(tmp_path / "two", name) == pytest.approx(expected, rel=1e-3), name
+
+
 @pytest.mark.thorough
 def test_a_pipeline_that_resumes_has_the_weights_of_one_that_did_not_stop(recipe, tmp_path):
     keys = (*STAGES, "model.dropout=0.1", "optim.kind=muon", "parallel.pipeline=2")

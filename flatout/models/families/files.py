@@ -164,7 +164,8 @@ def optimizer_state(path: Path, others: JsonObject) -> Any:
     """
     files = filter(Path.is_file, (path / name for name in OPTIMIZER_FILES))
     found = (*map(others.get, OPTIMIZERS), *map(load_safely, files))
-    return next((one for one in found if one and not isinstance(one, str)), None)  # not its name
+    every = (one[0] if isinstance(one, list) and len(one) == 1 else one for one in found if one)
+    return next((one for one in every if not isinstance(one, str)), None)  # not its name
 
 
 def load_safely(file: Path) -> Any:

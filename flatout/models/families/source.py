@@ -224,6 +224,8 @@ class ForeignWeights:
             state = optimizer_state(self.path, self._files.others)
             if state is None:
                 return None
+            if isinstance(state, list):
+                return "are of several optimizers"
             groups = state["param_groups"]
             kept = [state["state"][number] for group in groups for number in group["params"]]
             parts = {name: [*map(self._stored, self._maps[name].foreign)] for name in names}

@@ -61,7 +61,7 @@ def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> s
     may change with a release, and the same command finds its run again. NAMELESS_KEYS do not count.
     """
     config = load_config(recipe, overrides, trust_code=True)
-    keys, values = {*parse_overrides(overrides, RunConfig)}, flat(config.to_dict())
+    keys, values = {*flat(parse_overrides(overrides, RunConfig))}, flat(config.to_dict())
     if isinstance(recipe, RunConfig):
         keys |= recipe.stated()
     elif (path := recipe_path(recipe)) in map(RECIPES.path, RECIPES.names()):

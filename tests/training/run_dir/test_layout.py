@@ -30,6 +30,9 @@ def test_a_run_is_named_after_its_recipe_and_what_was_stated(recipe):
     assert run_name(recipe, ["optim.lr=0.0003"]) == name
     assert run_name(recipe, ["optim.lr=4e-4"]) != name
     assert run_name(recipe, []) != name
+    for rank in (4, 8):  # a section is its keys
+        section = run_name(recipe, [f"lora={{rank: {rank}}}"])
+        assert section == run_name(recipe, [f"lora.rank={rank}"]) != run_name(recipe, [])
     recipe.write_text("# the same\nmodel:\n  num_layers: 2\ntrain:\n  steps: 1e3\n")
     assert run_name(recipe, ["optim.lr=3e-4"]) == name
     recipe.write_text("model: {num_layers: 3}\ntrain: {steps: 1000}\n")
