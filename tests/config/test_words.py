@@ -132,7 +132,7 @@ def test_the_recipes_on_the_page_are_valid(page, recipes):
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.S)
     assert len(blocks) == recipes
     for block in blocks:
-        # a model of one's own, whose module the page has: tests/models/test_adapter.py
+        # the module on the page is tested in tests/models/test_adapter.py
         builtin = re.sub(r'"my_model:MODEL", n_layer: \d+', "transformer", block)
         check_names(validate(parse_yaml(builtin, name="the page")))
 

@@ -69,8 +69,8 @@ def looks_ahead(
 ) -> bool:
     """Return whether outputs for earlier tokens change when the last token of the last row does.
 
-    One row, since others may compete with it, as for the places of experts.
-
+    One row, since others may compete with it, as for the places of experts. It calls the model
+    three times, as `_outputs` does.
     """
     leaves, form = tree_flatten((args, kwargs))
     at = [place for place, one in enumerate(leaves) if type(one) is Tensor][number]
