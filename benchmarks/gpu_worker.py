@@ -42,8 +42,7 @@ from flatout.hardware import roofline
 from flatout.hardware.machine import fingerprint, probe
 from flatout.models.language_model import model_of
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, scan
-from flatout.ops.cross_entropy import fused
+from flatout.ops import Ops, cross_entropy, scan
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "triton", "numpy", "pydantic", "torchao", "transformers")
@@ -85,6 +84,26 @@ FP32_STATES = Speedup(
     name="fp32-states",
     apply=_keep_fp32,
     saves="nothing: a baseline whose hidden states stay in fp32 beside matmuls in bf16",
+    tolerance=Tolerance.rounding(rtol=2e-2),
+)
+
+
+def _round_products(_parts: Parts) -> None:
+    summed = cross_entropy._add_product
+
+    def rounded(total: Any, left: Any, right: Any, *, alpha: float, beta: float) -> None:
+        if beta:
+            total += left @ right
+        else:
+            summed(total, left, right, alpha=alpha, beta=beta)
+
+    cross_entropy._add_product = rounded
+
+
+ROUNDED_GRADIENT = Speedup(
+    name="rounded-gradient",
+    apply=_round_products,
+    saves="nothing: a baseline that rounds each chunk's part of the output weight's gradient",
     tolerance=Tolerance.rounding(rtol=2e-2),
 )
 
@@ -301,7 +320,7 @@ def people(shape: Any, _config: RunConfig, device: torch.device, _folder: Path) 
 
     `train_peer` trains it in fp32, eager, and calls `.item()` at each step.
     """
-    model = Transformer(shape, Ops.plain(cross_entropy=fused)).to(device)
+    model = Transformer(shape, Ops.plain(cross_entropy=cross_entropy.fused)).to(device)
     settings = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "foreach": False, "fused": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **settings)
 

@@ -156,6 +156,7 @@ def _documents(file: str, *, ranks: Path) -> Any:
 def flatout(arguments: argparse.Namespace) -> int:
     """`flatout prepare` with its defaults."""
     from flatout.cli.main import main
+    from flatout.data.store.shards import Dataset
 
     data = arguments.out / "data"
     words = ["prepare", arguments.corpus, "--out", data, "--tokenizer", arguments.ranks]
@@ -165,8 +166,7 @@ def flatout(arguments: argparse.Namespace) -> int:
     except SystemExit as ended:
         if ended.code:
             raise
-    splits = json.loads((data / "manifest.json").read_text())["splits"]
-    return sum(split["tokens"] for split in splits.values())
+    return Dataset.open(data).manifest.tokens
 
 
 def flatout_tokenizers(arguments: argparse.Namespace) -> int:

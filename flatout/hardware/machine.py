@@ -285,14 +285,16 @@ class CpuTimes(NamedTuple):
     """Of all processes. In a container with a limit of cores, only of those in it."""
     own_s: float
     """Of this process and its children."""
+    children_s: float = 0.0
+    """Of the children that are still running."""
 
     @classmethod
     def read(cls, children: Iterable[psutil.Process] = ()) -> CpuTimes:
         """Return the times now. `children` are those that are still running."""
-        own_s = sum(os.times()[:4])  # with children that have ended
+        own_s, children_s = sum(os.times()[:4]), 0.0  # with children that have ended
         for child in children:
             with suppress(psutil.Error):
-                own_s += sum(child.cpu_times()[:4])
+                children_s += sum(child.cpu_times()[:4])
         used_s = limited_cpu_s()
         if used_s is None:
             each = psutil.cpu_times(percpu=True)
@@ -300,7 +302,7 @@ class CpuTimes(NamedTuple):
             mine = [times for core, times in enumerate(each) if core in here]
             idle_s = sum(times.idle + getattr(times, "iowait", 0.0) for times in mine)
             used_s = sum(sum(times[:8]) for times in mine) - idle_s  # from the ninth on: guests
-        return cls(time.monotonic(), used_s, own_s)
+        return cls(time.monotonic(), used_s, own_s + children_s, children_s)
 
     def others_until(self, later: CpuTimes) -> float:
         """Return the cores that other processes kept busy between two moments."""

@@ -319,6 +319,10 @@ class Evidence(Stored):
     """Threads that torch uses for one operation."""
     other_busy_cores: Number = None
     """Cores that other processes keep busy, of those that the process may use."""
+    own_cores: Number = None
+    """Cores that the run keeps busy, its children included."""
+    worker_cores: Number = None
+    """Those that its running children do, such as the processes of a DataLoader."""
     shared_gib: Number = None
     """Free shared memory, through which processes send batches."""
     environment: Mapping[str, str] = {}

@@ -76,15 +76,21 @@ class Usage:
 
     @staticmethod
     def between(spans: Sequence[tuple[Usage, Usage]]) -> dict[str, float | None]:
-        """Return `read_bytes`, `stalled_s`, and `other_cores`: those that others kept busy."""
+        """Return `read_bytes`, `stalled_s`, and the cores that others and the run kept busy."""
         found: dict[str, float | None] = {}
         for name in ("read_bytes", "stalled_s"):
             known = [(getattr(before, name), getattr(after, name)) for before, after in spans]
             known = [pair for pair in known if None not in pair]
             found[name] = sum(end - start for start, end in known) if known else None
         seconds = [after.cpu.at_s - before.cpu.at_s for before, after in spans]
+        if not any(seconds):
+            return found | dict.fromkeys(("other_cores", "own_cores", "worker_cores"))
         others = [before.cpu.others_until(after.cpu) for before, after in spans]
-        return found | {"other_cores": fmean(others, seconds) if any(seconds) else None}
+        found["other_cores"] = fmean(others, seconds)
+        for name, field in (("own_cores", "own_s"), ("worker_cores", "children_s")):
+            used = (getattr(end.cpu, field) - getattr(start.cpu, field) for start, end in spans)
+            found[name] = max(sum(used), 0.0) / sum(seconds)
+        return found
 
 
 def usage_now() -> Usage:

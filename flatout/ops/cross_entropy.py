@@ -449,14 +449,9 @@ def _loop(
         total += loss
         if grad_CV is None:
             continue
-        if scale == 1:
-            torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
-            if is_trained:
-                grad_weight_VD += grad_CV.t() @ chunk_CD
-        else:
-            _add_product(grad_hidden_ND[rows], grad_CV, weight_VD, alpha=1 / scale, beta=0)
-            if is_trained:
-                _add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
+        _add_product(grad_hidden_ND[rows], grad_CV, weight_VD, alpha=1 / scale, beta=0)
+        if is_trained:
+            _add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
         del grad_CV  # frees its memory before the next product is computed
     return total, grad_hidden_ND, grad_weight_VD
 
@@ -496,12 +491,17 @@ def _results(hidden_ND: Tensor, weight_VD: Tensor, *others: Any) -> tuple[Tensor
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
-    """Set an fp32 `total` to beta total + alpha left @ right, accumulated in fp32.
+    """Set `total`, of the factors' dtype or fp32, to beta total + alpha left @ right.
 
-    CPUs have no such matmul of narrower factors, so they are widened first.
+    The sum is rounded once. CPUs have no such matmul of narrower factors: float16 is widened first,
+    and a product of bf16, which they multiply fast, is rounded before it is added.
     """
-    if left.is_cuda:
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, alpha=alpha, beta=beta, out=total)
+    elif left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
+    elif left.dtype == torch.bfloat16:  # never scaled, and only the weight's sum is wider
+        total += left @ right
     else:
         torch.addmm(total, left.float(), right.float(), alpha=alpha, beta=beta, out=total)
 

@@ -185,6 +185,21 @@ def test_a_loss_without_all_logits_matches_the_reference(dtype, limit, extras):
     assert_close_to_largest(actual, results(cross_entropy.reference, "cpu", torch.float64), limit)
 
 
+def test_the_output_weights_gradient_is_as_exact_in_many_chunks_as_in_one(monkeypatch):
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(1, 4096, 64, device="cuda", generator=generator)
+    weight = torch.randn(512, 64, device="cuda", generator=generator).div_(8).requires_grad_()
+    targets = torch.randint(512, (1, 4096), device="cuda", generator=generator)
+    gradients = []
+    for chunks in (1, 64):
+        monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cuda", 512 * 4096 // chunks)
+        weight.grad = None
+        with torch.autocast("cuda", torch.bfloat16):
+            cross_entropy.chunked(hidden, weight, targets)[0].backward()
+        gradients.append(weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("groups", [12, 4])
 def test_torch_chooses_cudnn_on_hopper(groups):

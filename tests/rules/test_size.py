@@ -12,20 +12,20 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 95_398,
+    "measure": 96_056,
     "data": 59_071,
     "training": 55_498,
     "cli": 24_184,
     "models": 23_231,
     "assembly": 17_176,
     "config": 10_467,
-    "ops": 14_015,
+    "ops": 14_026,
     "inference": 8_339,
     "storage": 11_280,
     "distributed": 8_348,
     "optim": 5_706,
     "speedups": 3_984,
-    "hardware": 3_272,
+    "hardware": 3_285,
     "top": 4_308,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.

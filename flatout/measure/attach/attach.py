@@ -29,6 +29,7 @@ from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
 from flatout.measure.attach.switches import switched
 from flatout.measure.attach.timing import Steps, StepTimer, end_script, ranks, reply
+from flatout.measure.attach.workers import Workers
 from flatout.measure.scripts.changes import CHANGES
 from flatout.storage.files import write_text
 
@@ -54,6 +55,7 @@ class Attachment:
             sites=self._sites,
             is_trial=request.is_trial,
         )
+        self._loop.workers = guarded(Workers)(Path(f"{request.answer}.{self._process}"))
         if request.screen:
             self._models = Models()
             self._loop.screening = Screening(

@@ -63,6 +63,7 @@ from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.stages import Stages, fewest
 from flatout.measure.attach.switches import Script
 from flatout.measure.attach.timing import Steps, loss_in, ranks, roots_of, tracer_of
+from flatout.measure.attach.workers import Workers
 from flatout.measure.course import WORK, Course
 from flatout.measure.evidence import MIN_SAVES, CallSite, Evidence, Failure
 from flatout.measure.host import host_facts, used_mib
@@ -102,6 +103,9 @@ class Follower:
     and `after_step` after each step, with whether the measurement goes on. `is_trial` means that
     flatout's own run in this process is of no use to anybody, so that its data may be replaced.
     """
+
+    workers: Workers | None = None
+    """What looks at the stacks of worker processes."""
 
     def __init__(
         self,
@@ -222,6 +226,9 @@ class Follower:
                 is_enough=self._is_enough,
                 recording=self._recording,
             )
+            if self.workers is not None:
+                workers, hooks = self.workers, self._hooks
+                self.stages.workers = lambda: workers.lines(hooks.pids)
             self._is_off = False
         return not self._is_off and self._timer.thread == threading.get_ident()
 

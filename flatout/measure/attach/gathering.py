@@ -41,6 +41,8 @@ def gathered(known: Evidence, stages: Stages, periodic_s: Mapping[str, float | N
             },
             "sites": sites(stages),
             "other_busy_cores": usage["other_cores"],
+            "own_cores": usage["own_cores"],
+            "worker_cores": usage["worker_cores"],
             "read_bytes_per_step": (read := usage["read_bytes"]) and read / steps,
             "disk_stalled_s": (stalled_s := usage["stalled_s"]) and stalled_s / steps,
             "recompile_reason": next(reasons, None),

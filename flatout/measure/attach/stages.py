@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +27,7 @@ from flatout.errors import RunFailed
 from flatout.hardware.machine import BUSY_CORES, probe
 from flatout.measure.attach.calls import MarkedCalls
 from flatout.measure.attach.guard import replaced
-from flatout.measure.attach.lines import LineSampler
+from flatout.measure.attach.lines import Line, LineSampler
 from flatout.measure.attach.recorder import CallRecorder
 from flatout.measure.attach.request import Recorded, Recording
 from flatout.measure.attach.screening import LONG_S, Screening
@@ -142,6 +142,8 @@ class Stages:
         """The current stage."""
         self.first_recorded: int | None = None
         """The first step that was recorded, of those that were asked for."""
+        self.workers: Callable[[], Iterable[Line]] = tuple
+        """What yields the lines of worker processes."""
         self.timer, self.device = timer, device
         self.profiler: profile | None = None
         """What recorded the operations, if that was possible."""
@@ -303,7 +305,9 @@ class Stages:
     def _sampling(self) -> Iterator[None]:
         """Find the lines on which the loop's thread spends its time, and mark rare calls."""
         timer, every_s = self.timer, SAMPLED_EVERY_S
-        found = LineSampler(lambda: timer.current, thread=timer.thread, interval_s=every_s)
+        found = LineSampler(
+            lambda: timer.current, thread=timer.thread, interval_s=every_s, workers=self.workers
+        )
         if self.sampler is not None:
             found.lines = self.sampler.lines
         with found, self.rare.recording_rare():

@@ -10,6 +10,10 @@ from flatout.measure.rules import Found, Remedy, rule, speedup
 
 SLOW = 0.1
 """Share of the step from which waiting for data, and slower settings, are a finding."""
+TAKEN, NO_CORE = 0.3, 0.85
+"""Share of a run's processor time that its workers take, and of the cores that are busy, from which
+those are missing in the steps.
+"""
 MIN_CONFIRMED = 0.3
 """Share of the wait that must disappear with synthetic data, if that was measured."""
 MIN_STALLED, MIN_DISK_BYTES = 0.2, 64 * 2**10
@@ -18,7 +22,7 @@ from which the disk is the cause.
 """
 
 
-@rule(site="data", shows="data_wait_s read_bytes_per_step disk_stalled_s")
+@rule(site="worker data", shows="data_wait_s read_bytes_per_step disk_stalled_s")
 def slow_data(evidence: Evidence) -> Found | None:
     """Steps wait for data, or for the disk that has it."""
     wait_s, step_s = evidence.data_wait_s or 0.0, evidence.step_s or 0.0
@@ -35,12 +39,29 @@ def slow_data(evidence: Evidence) -> Found | None:
         speedup("reader", "Read tokens instead of text: {set}."),
         speedup("loader", "Read ahead in the background: {set}."),
         more_workers,
-        evidence.site("data") and "Do the work of {line} once, before training.",
+        evidence.site("worker data") and "Do the work of {line} once, before training.",
         evidence.config and "Copy the dataset to a faster disk, or leave a core free for reading.",
         "Make __getitem__ and collate_fn cheaper, or prepare the data once, before training.",
     )
     what = f"{{share:.0%}} of each step waits for {'a disk' if is_disk else 'data'}."
     return evidence.share(wait_s, SLOW), what, ways
+
+
+@rule(site="worker", shows="own_cores worker_cores", unless="slow-data")
+def costly_workers(evidence: Evidence) -> Found:
+    """The DataLoader's workers take the cores on which the run computes."""
+    own, workers = evidence.own_cores or 0.0, evidence.worker_cores or 0.0
+    is_full = own + (evidence.other_busy_cores or 0.0) > NO_CORE * (evidence.cores or math.inf)
+    loses = evidence.device == "cpu" and evidence.site("worker") and own and is_full
+    return (
+        loses and evidence.share(workers / own * (evidence.step_s or 0.0), TAKEN),
+        "The DataLoader's workers take {share:.0%} of the processor time of the run, which keeps "
+        "every core busy, most of it at {site}.",
+        (
+            "Do the work of {line} once, before training, and let __getitem__ return what is "
+            "ready: the workers repeat it for each item.",
+        ),
+    )
 
 
 def more_workers(evidence: Evidence, share: float) -> Remedy:

@@ -187,6 +187,12 @@ def test_modules_that_transform_items_are_part_of_waiting_for_data(diagnose):
     assert "slow-data" in names(found)
 
 
+def test_the_line_of_a_worker_for_which_the_loop_waits_is_named(diagnose):
+    found = diagnose(AUGMENTS.replace("batch_size=16", "num_workers=2, batch_size=16"))
+    (data,) = (one for one in found.findings if one.name in ("slow-data", "costly-workers"))
+    assert data.site.text == "image = nn.functional.avg_pool2d(image, 3, 1, 1)"
+
+
 EVALUATES = (
     START
     + """
