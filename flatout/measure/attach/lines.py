@@ -234,7 +234,7 @@ class LineSampler:
 
     `phase` is called in the sampling thread. `PhaseTimer.current` is one. `thread` is the thread
     to watch, by default the one that creates the sampler. While it waits for data or a save, lines
-    of user code in other threads count. `workers` yields the lines of other processes.
+    of user code in other threads count. `workers` yields lines of other processes and seconds.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class LineSampler:
         *,
         thread: int | None = None,
         interval_s: float = INTERVAL_S,
-        workers: Callable[[], Iterable[Line]] = tuple,
+        workers: Callable[[], Iterable[tuple[Line, float]]] = tuple,
     ) -> None:
         self._phase, self._interval_s, self._workers = phase, interval_s, workers
         self._watched = threading.get_ident() if thread is None else thread
@@ -305,8 +305,8 @@ class LineSampler:
         stacks = stacks_in(self._file)
         self._file.truncate(0)
         self._file.seek(0)
-        for place in self._workers():
-            self._add("worker", place, seconds)
+        for place, taken_s in self._workers():
+            self._add("worker", place, taken_s)
         for one, frames in stacks.items():
             line = user_line(frames) if one != self._watched else None
             if line is not None and not frames[0][0].endswith(WAITS):

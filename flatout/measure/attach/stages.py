@@ -142,8 +142,8 @@ class Stages:
         """The current stage."""
         self.first_recorded: int | None = None
         """The first step that was recorded, of those that were asked for."""
-        self.workers: Callable[[], Iterable[Line]] = tuple
-        """What yields the lines of worker processes."""
+        self.workers: Callable[[], Iterable[tuple[Line, float]]] = tuple
+        """What yields the lines of worker processes, as for `LineSampler`."""
         self.timer, self.device = timer, device
         self.profiler: profile | None = None
         """What recorded the operations, if that was possible."""
