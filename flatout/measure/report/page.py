@@ -28,6 +28,7 @@ LONGEST_TEXT = 20_000
 HIDDEN = {"event", "time", "step", "wall_s", "environment"}
 """Fields of an event that are not among its details."""
 SUMMARY = {
+    "val_loss": "validation loss of the whole split",
     "best_val_loss": "best validation loss",
     "bits_per_byte": "bits per byte",
     "mfu_of": "peak rate",
