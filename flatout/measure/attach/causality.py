@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -91,11 +93,13 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Return whether outputs for other rows change when the first row of the inputs does.
 
     What is square tells nothing: a graph, or pairs of rows. Nor do rows that are independent of
-    each other along the second dimension: then the first one is time.
+    each other along the second dimension: then the first one is time. So it is where the inputs
+    differ in it.
     """
     given = (args, kwargs)
     inputs = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()]
-    rows = {one.shape[0] for one in inputs}
+    along = int(len({one.shape[0] for one in inputs}) > 1)  # sequences with time first
+    rows = {one.shape[along] for one in inputs if one.dim() > along}
     if len(rows) != 1 or 1 in rows or any(one.shape[:1] == one.shape[1:] for one in inputs):
         return False
 
@@ -109,7 +113,7 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
         return tree_map_only(Tensor, change, given)
 
-    found = set()
+    found = dict[tuple[int, int], bool]()
     for every in _outputs(model, given, changed(0), changed(1)):
         shape = every[0].shape
         if shape[:1] == shape[1:]:
@@ -119,8 +123,12 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
             if len(shape) > place and sizes == {shape[place]} and shape[place] > 1:
                 others = (each.narrow(place, 1, shape[place] - 1) for each in every)
                 one, same, *changes = others
-                found.add((dim + place > 0, _differ(one, same, changes[dim])))
-    return (False, True) in found and all(differs for _, differs in found)
+                differs = _differ(one, same, changes[dim])
+                found[dim, place] = found.get((dim, place), True) and differs
+        if shape[0] < min(one.shape[0] for one in inputs):  # the first time step has no target
+            along = 1
+    main = (0, 0) if (0, 0) in found else (along, along)
+    return found.get(main, False) and all(found.values())
 
 
 def _outputs(model: nn.Module, given: Any, *others: Any) -> Iterator[list[Tensor]]:
@@ -131,15 +139,19 @@ def _outputs(model: nn.Module, given: Any, *others: Any) -> Iterator[list[Tensor
     """
     modes = {module: module.training for module in model.modules()}
     devices = [one.device for one in tree_leaves(given) if isinstance(one, Tensor) and one.is_cuda]
-    outputs = []
+    outputs, drawn = [], (random.getstate(), np.random.get_state())
     with torch.no_grad(), torch.random.fork_rng(devices[:1]):
         try:
             for module in modes:
                 module.training = False
             for args, kwargs in (given, given, *others):
                 torch.manual_seed(0)
+                random.seed(0)
+                np.random.seed(0)
                 outputs.append(tree_leaves(model(*args, **kwargs)))
         finally:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
             for module, mode in modes.items():
                 module.training = mode
     for every in zip(*outputs, strict=True):

@@ -94,15 +94,17 @@ def padding_of(inputs: Sequence[Tensor]) -> list[float]:
     Masks without tokens show nothing. Reading values waits for the device.
     Shapes: each integer input (B, T).
     """
-    every = [one for one in inputs if one.dim() == 2 and one.numel() and one.dtype in WHOLE]
-    width, padded = max((one.shape[1] for one in every), default=0), 0
-    widest = [one for one in every if one.shape[1] == width]
-    for end in (0, -1):
-        same = [(one == one[0, end]).all(0).tolist() for one in widest]
-        padded += len([*itertools.takewhile(all, [*zip(*same, strict=True)][:: end or 1])])
-    if any(int(one.max()) > 1 for one in widest) and padded < width >= MIN_WIDTH:
-        return [padded / width]
-    return []
+    tokens = [one for one in inputs if one.dim() == 2 and one.numel() and one.dtype in WHOLE]
+    found = list[float]()
+    for every in (tokens, [one.t() for one in tokens]):  # with time first
+        width, padded = max((one.shape[1] for one in every), default=0), 0
+        widest = [one for one in every if one.shape[1] == width]
+        for end in (0, -1):
+            same = [(one == one[0, end]).all(0).tolist() for one in widest]
+            padded += len([*itertools.takewhile(all, [*zip(*same, strict=True)][:: end or 1])])
+        if any(int(one.max()) > 1 for one in widest) and padded < width >= MIN_WIDTH:
+            found.append(padded / width)
+    return [max(found)] if found else []
 
 
 def values_of(inputs: Sequence[Tensor]) -> list[tuple[bool, bool]]:

@@ -40,6 +40,10 @@ TENSORS, SOME = 8, 64
 """The largest tensors of an optimizer, and values of each, that are looked at."""
 
 
+NEVER: dict[str, Any] = {"without_gradients": 1.0, "uncleared": 0.0, "unmoved": None}
+"""What is known of an optimizer that finds no gradient at all."""
+
+
 @dataclass
 class _Looks:
     """What was seen of one optimizer."""
@@ -62,6 +66,8 @@ class _Looks:
     """Whether there was no gradient at one of the passes since then."""
     zeros: list[Tensor] = field(default_factory=list)
     """For each of those passes, whether all gradients were zero."""
+    empty: int = 0
+    """Of the first LOOKS steps, those without any gradient."""
     given: set[int] = field(default_factory=set)
     """Identities of the weights that had a gradient at one of its steps."""
     full_rows: list[Tensor] = field(default_factory=list)
@@ -84,7 +90,7 @@ class _Looks:
     @property
     def is_done(self) -> bool:
         """Whether it is not looked at any more."""
-        return self.is_odd or self.looks >= LOOKS
+        return (self.steps if self.is_odd else self.looks) >= LOOKS
 
 
 class Learning:
@@ -174,6 +180,8 @@ class Learning:
         kinds = (nn.Embedding, nn.EmbeddingBag)
         tables = [] if model is None else [one for one in model.modules() if isinstance(one, kinds)]
         for optimizer, one in self._looks.items():
+            if one.weights and one.empty == LOOKS:
+                found.append(NEVER | {"watched_optimizer": type(optimizer).__name__})
             if one.is_odd or one.bare or one.looks < LEAST:
                 continue
             reached = sum(int(each.sum()) for each in one.reached)
@@ -237,7 +245,9 @@ class Learning:
         is_bare = one.steps > 0 and one.backwards == 0 and not one.before
         one.bare += is_bare and not one.is_done
         one.steps += 1
-        if one.is_done or one.steps <= EARLY_STEPS:
+        if one.steps <= LOOKS and len(args) < 2 and not kwargs:  # a closure makes them itself
+            one.empty += all(each.grad is None for each in _all(optimizer))
+        if one.is_odd or one.is_done or one.steps <= EARLY_STEPS:
             return
         one.given |= {id(each) for each in _all(optimizer) if each.grad is not None}
         first = one.weights[0].grad
@@ -268,7 +278,7 @@ class Learning:
         one = self._looks.get(optimizer)
         if one is not None and one.is_new and one.steps == 1:
             self._new += bool(optimizer.state)  # without one, it makes no difference
-        if one is None or one.is_done or torch.compiler.is_compiling():
+        if one is None or one.is_odd or one.is_done or torch.compiler.is_compiling():
             return
         if one.before:
             one.looks += 1

@@ -47,6 +47,8 @@ OF_OPTIMIZER = ("torch/nn/utils/clip_grad.py", "torch/optim/optimizer.py", "amp/
 """Files whose work belongs to the optimizer's step."""
 LONGEST = 300
 """Messages of errors are truncated to this many characters."""
+CHECKPOINT, BACKWARD = "torch/utils/checkpoint.py", "torch/autograd/graph.py"
+"""The file that computes a part of the forward pass again, and the one that goes backward."""
 OWN = str(PACKAGE_DIR / "measure")
 """Start of the files that measure."""
 LOOP = str(PACKAGE_DIR / "training" / "loop.py")
@@ -326,6 +328,11 @@ class LineSampler:
             ignored = {self._watched, threading.get_ident()}
             others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
             found = next(filter(None, others), None)
+        at = [number for number, (file, _) in enumerate(stack) if file.endswith(CHECKPOINT)]
+        if at and found is not None:
+            is_again = any(file.endswith(BACKWARD) for file, _ in stack)
+            begins = found if is_again else user_line(stack[at[-1] :])
+            self._add("recomputed" if is_again else "checkpointed", begins or found, seconds)
         if found is not None:
             self._add(kind, found, seconds)
             # a comprehension is called by its own line

@@ -58,6 +58,8 @@ MOST_DEEP, KEPT = 3, 9
 """Objects in objects that are looked at, and fewest graphs in one that are those of steps."""
 MOST_ATTRIBUTES = 100
 """An object with more is no record of a script."""
+MOST_CALLS = 50_000
+"""Calls of a step that are noted. Each takes a few dozen microseconds."""
 SKIPPED = ("__get__", "backward")
 """Attributes, such as .grad, and what the loop's phases show."""
 EARLY_STEP = 4
@@ -70,6 +72,7 @@ class CallRecorder(TorchFunctionMode):
     """Notes the calls of a loop's thread in torch by the line of user code that makes them.
 
     Inside, each call takes some microseconds longer. Calls made by other calls are part of them.
+    Of a step with more than MOST_CALLS, the others are not noted.
     """
 
     def __init__(self, phase: Callable[[], str | None], work: Work | None = None) -> None:
@@ -84,8 +87,10 @@ class CallRecorder(TorchFunctionMode):
         self.classes = defaultdict[tuple[Line, int], list[Counter[int]]](list)
         """For each loss of classes, those of its targets, by line and number of all classes."""
         self._phase = phase
-        self._open: list[tuple[Any, Line]] = []
-        """Nodes that no backward pass has gone through, and the lines that made them."""
+        self._open: list[tuple[Any, Line, float, int]] = []
+        """Nodes that no backward pass has gone through, the lines that made them, the seconds that
+        this took, and the step.
+        """
         self._made: Any = WeakIdKeyDictionary()
         """Of results without a graph, the lines that made them and their arguments."""
         self.inputs: list[Tensor] = []
@@ -96,7 +101,9 @@ class CallRecorder(TorchFunctionMode):
         """Those that were used before, and whether an optimizer has them."""
         self._fresh: list[tuple[weakref.ref[Parameter], Line]] = []
         """Those that were not used before this step, and where."""
-        self._steps = 0
+        self._steps = self._calls = 0
+        self.is_cut = False
+        """Whether a step had too many calls. Then nothing is known of what they do to others."""
         self._hook = register_optimizer_step_pre_hook(guarded(self._note_update))
 
     def __exit__(self, *error: Any) -> None:
@@ -116,7 +123,10 @@ class CallRecorder(TorchFunctionMode):
             if weights is None or not self._weights[weights]:
                 self.found.add("created", line, 0.0)
         self._fresh.clear()
-        self._steps += 1
+        for _, line, seconds, step in self._open:
+            if step == self._steps - 1:  # a pass of the next step may have gone through it
+                self.found.add("dropped", line, seconds)
+        self._steps, self._calls = self._steps + 1, 0
         if self.work is not None:
             self.work.end_step()
 
@@ -132,7 +142,7 @@ class CallRecorder(TorchFunctionMode):
             if node is not None and node not in reached:
                 reached.add(node)
                 nodes += [each for each, _ in node.next_functions]
-        self.trains |= {line for node, line in self._open if node in reached}
+        self.trains |= {line for node, line, *_ in self._open if node in reached}
         lines = [*user_lines(stack_of(sys._getframe(1)))]
         line = lines[0] if lines else None
         if self.work is not None:
@@ -153,6 +163,13 @@ class CallRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._calls += 1
+        if self._calls > MOST_CALLS:
+            self.is_cut = True
+            if self.work is not None:
+                self.work.close()
+                self.work = None
+            return func(*args, **(kwargs or {}))
         start_s = time.perf_counter()
         returned = func(*args, **(kwargs or {}))
         guarded(self._note)(func, args, kwargs, returned, time.perf_counter() - start_s)
@@ -189,7 +206,7 @@ class CallRecorder(TorchFunctionMode):
             given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
             self._made[result] = {line}.union(*(self._made.get(one, ()) for one in given))
             return
-        self._open.append((result.grad_fn, line))
+        self._open.append((result.grad_fn, line, seconds, self._steps))
         _metadata(result.grad_fn)[LINE] = line
         for one in args if phase == "forward" else ():
             if isinstance(one, Parameter) and one.requires_grad and one not in self._weights:
@@ -204,6 +221,9 @@ class CallRecorder(TorchFunctionMode):
                 self.found.add("broadcast", line, seconds)
         if name.endswith(("cross_entropy", "_loss", "_logits")):
             self._note_loss(name, two, line, seconds)
+        weights = every[1] if name == "multi_head_attention_forward" else None
+        if weights is not None and weights.shape[-1] >= MIN_ATTENTION:  # nn.MultiheadAttention's
+            self.found.add("softmax", line, seconds)
         square = result.shape[-2:]
         if name == "softmax" and result.dim() > 2 and square[0] == square[1] >= MIN_ATTENTION:
             self.found.add("softmax", line, seconds)
@@ -253,6 +273,8 @@ def own_lines(
         for line, total_s in sampled.seconds[kind].items():
             if line in sampled.counts["data"]:
                 continue  # what the loop's own line takes is the loader's, such as its memory
+            if recorder is not None and recorder.is_cut and line not in recorder.found.counts["op"]:
+                continue  # it may train
             trains = line in recorder.trains if recorder is not None else "loss" in line_of(*line)
             if trains:
                 training_s += total_s / steps * (kind == "python")

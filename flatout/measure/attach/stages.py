@@ -28,7 +28,7 @@ from flatout.hardware.machine import BUSY_CORES, probe
 from flatout.measure.attach.calls import MarkedCalls
 from flatout.measure.attach.guard import replaced
 from flatout.measure.attach.lines import Line, LineSampler
-from flatout.measure.attach.recorder import CallRecorder
+from flatout.measure.attach.recorder import MOST_CALLS, CallRecorder
 from flatout.measure.attach.request import Recorded, Recording
 from flatout.measure.attach.screening import LONG_S, Screening
 from flatout.measure.attach.trace import (
@@ -339,6 +339,9 @@ class Stages:
             return
         if self._recording is None and self.step_s > MAX_TRACED_S:
             self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
+            return
+        if self.recorder is not None and self.recorder.is_cut:
+            self.notes.append(f"A step makes over {MOST_CALLS:,} calls in torch: not recorded.")
             return
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             self.notes.append("Another profiler is active, so operations were not recorded.")

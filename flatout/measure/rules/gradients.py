@@ -32,7 +32,7 @@ GRADIENTS = [
         "{e.watched_optimizer} finds no gradients in {e.without_gradients:.0%} of the steps, "
         "although each goes backward: it updates nothing.",
         "Call zero_grad() before backward() or after step(), never between them, and give the "
-        "optimizer the weights of the model that is trained, not of a copy.",
+        "optimizer the weights of the model that is trained, not of a copy or before detach().",
         site="step",
     ),
     row(
@@ -55,6 +55,18 @@ GRADIENTS = [
         site="discarded",
         unless="cleared-gradients lost-gradients repeated-backward unlearned-weights "
         "unregistered-weights wasted-gradients",
+    ),
+    row(
+        "dropped-graphs",
+        "Much of the forward pass builds graphs that no backward pass goes through.",
+        lambda e: e.share(
+            sum(one.seconds_per_step or 0 for one in e.sites.get("dropped", ())), 0.15
+        ),
+        "{share:.0%} of each step computes results with graphs that no backward pass goes through, "
+        "most of it at {site}.",
+        "Remove what is not used, or compute it under torch.no_grad(), when it is looked at.",
+        site="dropped",
+        unless="work-without-effect",
     ),
     row(
         "evaluation-mode",

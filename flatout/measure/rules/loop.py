@@ -14,6 +14,8 @@ TAKEN, NO_CORE = 0.3, 0.85
 """Share of a run's processor time that its workers take, and of the cores that are busy, from which
 those are missing in the steps.
 """
+HALF = 0.5
+"""Share of the memory up to which the run needs no checkpointing of activations."""
 MIN_CONFIRMED = 0.3
 """Share of the wait that must disappear with synthetic data, if that was measured."""
 MIN_STALLED, MIN_DISK_BYTES = 0.2, 64 * 2**10
@@ -61,6 +63,19 @@ def costly_workers(evidence: Evidence) -> Found:
             "Do the work of {line} once, before training, and let __getitem__ return what is "
             "ready: the workers repeat it for each item.",
         ),
+    )
+
+
+@rule(site="checkpointed recomputed")
+def needless_recomputing(evidence: Evidence) -> Found | None:
+    """Activations are computed again in the backward pass, although memory is free."""
+    lines = evidence.sites.get("recomputed", ())
+    share = evidence.share(sum(one.seconds_per_step or 0.0 for one in lines), SLOW)
+    return (
+        0 < evidence.used_share < HALF and evidence.peak_gib and share,
+        "{share:.0%} of each step computes parts of the forward pass once more, although only "
+        "{e.peak_gib:.1f} of {e.total_gib:.1f} GiB of memory are used.",
+        ("Call the modules without torch.utils.checkpoint, or checkpoint only some of them.",),
     )
 
 

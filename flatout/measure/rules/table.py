@@ -667,7 +667,8 @@ ROWS = [
         ),
         "Attention keeps the scores of all pairs of tokens in memory. Their softmax alone takes "
         "{share:.0%} of each step.",
-        "Use torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...).",
+        "Use torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...), or call "
+        "nn.MultiheadAttention with need_weights=False.",
         site="softmax",
     ),
     row(

@@ -107,6 +107,8 @@ cpu:
   double-precision: {float64_s: 0.03, site: float64}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
   costly-line: {site: line}
+  dropped-graphs: {site: dropped}
+  needless-recomputing: {site: recomputed}
   costly-workers: {own_cores: 7.5, worker_cores: 4.0, site: worker}
   repeated-backward: {site: again}
   repeated-work: {site: repeated}
