@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from flatout.assembly.choices import Decision, Gain, speedups_for
 from flatout.config.schema import RunConfig
+from flatout.data.store.mix import AnyDataset
 from flatout.hardware.machine import Machine
 from flatout.storage.files import Stored, write_text
 
@@ -31,6 +32,7 @@ MOST_RUNS = 200
 """Runs kept per file. Older ones are dropped."""
 SIMILAR = 4
 """Ratio of FLOPs per token below which the rate, or a gain, of one model is taken for another's."""
+BY_TOKENS = "batch.by_tokens"
 EVALUATION_COST = 3
 """A training token costs as much as this many evaluated ones: forward, and backward twice that."""
 
@@ -45,7 +47,7 @@ class PastRun(Stored, extra="ignore"):
     kind: str
     """The model's kind."""
     speedups: list[str]
-    """Speedups that were on, in order of their names."""
+    """Speedups that were on, in order of their names, and batch.by_tokens after them."""
     rows_per_device: int
     """Sequences in a micro-batch."""
     accumulate: int
@@ -190,11 +192,16 @@ def past_run(
     decisions: Iterable[Decision],
     world_size: int = 1,
     *,
+    dataset: AnyDataset | None = None,
     by: Literal["train", "bench"] = "train",
     **measured: Any,
 ) -> PastRun:
-    """Return the record of a resolved run with what was measured."""
-    speedups = sorted(speedups_on(decisions))
+    """Return the record of a resolved run with what was measured.
+
+    Where rows are documents, their mean length in the `dataset` decides the arithmetic too.
+    """
+    names = sorted(speedups_on(decisions))
+    speedups = [*names, *[BY_TOKENS] * config.batch.by_tokens]
     parts = [
         config.model.model_dump(mode="json"),
         config.data.seq_len,
@@ -205,6 +212,9 @@ def past_run(
         world_size,
         config.lora.model_dump(mode="json"),
     ]
+    if dataset is not None and speedups_for("batching", names):
+        split: Any = dataset.split("train")
+        parts.append(f"{split.num_tokens / max(split.num_documents, 1):.1e}")
     return PastRun(
         by=by,
         digest=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16],
@@ -213,6 +223,6 @@ def past_run(
         rows_per_device=int(config.batch.rows_per_device),
         accumulate=config.batch.accumulate or 1,
         world_size=world_size,
-        is_compiled=bool(speedups_for("compilation", speedups)),
+        is_compiled=bool(speedups_for("compilation", names)),
         **measured,
     )

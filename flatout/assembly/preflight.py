@@ -18,14 +18,12 @@ from flatout.storage.remote.urls import is_local, is_url, protocol_of
 
 
 def check(config: RunConfig) -> None:
-    """Check that a configuration's names and paths exist and that its data is long enough.
+    """Check that what a configuration names exists here and that its data is long enough.
 
     Raises: ConfigError, HardwareError or DataError that names the invalid setting.
     """
-    check_names(config)
+    check_settings(config)
     check_loggers(config.log)
-    check_paths(config)
-    check_device_name(config.train.device)
     try:
         open_dataset(config)
     except (ConfigError, DataError):
@@ -34,6 +32,19 @@ def check(config: RunConfig) -> None:
 
             model_of(config, vocab_size=config.model.vocab_size or 1)  # a wrong key comes first
         raise
+
+
+def check_settings(config: RunConfig) -> None:
+    """Check what does not depend on the machine and the data.
+
+    Raises: ConfigError or HardwareError that names the invalid setting.
+    """
+    check_names(config)
+    for name in config.log.to:
+        LOGGERS.require(name)
+    require_local(config.train.init_from or "", "train.init_from=", error=ConfigError)
+    check_upload(config.checkpoint)
+    check_device_name(config.train.device)
 
 
 def check_names(config: RunConfig) -> None:
@@ -60,15 +71,6 @@ def check_loggers(config: LogConfig) -> None:
                 f"log.to={name} needs the package {package}, which is not installed.",
                 fix=f'Install it: `pip install "flatout[{name}]"`.',
             )
-
-
-def check_paths(config: RunConfig) -> None:
-    """Check that the paths a run starts from are local.
-
-    Raises: ConfigError; as `check_upload` for checkpoint.upload, which is a URL.
-    """
-    require_local(config.train.init_from or "", "train.init_from=", error=ConfigError)
-    check_upload(config.checkpoint)
 
 
 def check_upload(config: CheckpointConfig) -> None:

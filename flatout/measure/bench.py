@@ -238,7 +238,10 @@ def remember(
                 flops_per_token=flops_per_token(config),
             )
         if row.kind == "added" and row.tokens_per_s and {*row.speedups} == full:
-            run = past_run(config, decisions, by="bench", tokens_per_s=row.tokens_per_s.median)
+            rate = row.tokens_per_s.median
+            run = past_run(
+                config, decisions, dataset=resolved.dataset, by="bench", tokens_per_s=rate
+            )
     if cache is None or hardware is None or not (gains or run):
         return
     try:

@@ -29,6 +29,7 @@ def record(run: Run, request: RunRequest, summary: JsonObject, cached_s: float) 
         run.config,
         run.decisions,
         run.mesh.world_size,
+        dataset=run.dataset,
         is_busy=on_cpu and run.mesh.world_size == 1 and others > BUSY_CORES,
         tokens_per_s=rate,
         flops_per_token=run.flops_per_token(run.config.data.seq_len),

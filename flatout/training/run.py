@@ -14,7 +14,7 @@ import torch
 
 from flatout.assembly.batch import sizes_of
 from flatout.assembly.measured import advice, hardware_name
-from flatout.assembly.preflight import check_paths, open_dataset
+from flatout.assembly.preflight import check_settings, open_dataset
 from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
 from flatout.config.registry import RECIPES
@@ -101,7 +101,7 @@ def run_training(
             changed; RunFailed.
     """
     began = CpuTimes.read()
-    check_paths(config)
+    check_settings(config)
     machine = probe()
     device, device_reason = pick_device(config.train.device, machine)
     require_devices(config.train, machine)

@@ -20,6 +20,7 @@ from flatout.assembly.measured import (
     speedups_on,
 )
 from flatout.assembly.resolve import tokens_to_score
+from flatout.data.store.shards import Dataset
 from flatout.hardware.machine import Gpu, Machine
 
 
@@ -107,6 +108,25 @@ def test_the_digest_covers_what_decides_the_arithmetic(planned):
     assert len({digest(), *(digest(**each) for each in changed)}) == 7
     same = (digest(decisions=planned.decisions[::-1]), digest(batch__rows_per_device=8))
     assert set(same) == {digest()}
+
+
+def test_the_digest_of_rows_of_documents_covers_their_length(planned, ragged_set, tiny_set):
+    def past(dataset, *, by_tokens=False, on=True):
+        values = {"batch.by_tokens": by_tokens}
+        decisions = [
+            replace(each, on=True) if each.name == "length-buckets" and on else each
+            for each in planned.decisions
+        ]
+        opened = dataset and Dataset.open(dataset)
+        return past_run(planned.config.with_values(values), decisions, dataset=opened)
+
+    first, other, none = past(ragged_set), past(tiny_set), past(None)
+    assert len({first.digest, other.digest, none.digest}) == 3
+    assert past(ragged_set).digest == first.digest
+    assert past(ragged_set, on=False).digest == past(tiny_set, on=False).digest
+    by_tokens = past(ragged_set, by_tokens=True)
+    assert by_tokens.digest != first.digest
+    assert by_tokens.speedups == [*first.speedups, "batch.by_tokens"]
 
 
 def test_the_hint_is_given_once_per_gpu(tmp_path, past):

@@ -306,7 +306,7 @@ def test_gains_are_stored_for_the_hardware_that_measured(tmp_path):
 def test_the_rate_of_the_full_set_predicts_the_next_run(tmp_path, tiny_config):
     config = tiny_config(train__device="cpu")
     decisions = [Decision(name, True, "") for name in ("pretokenised", "bf16")]
-    recipe = SimpleNamespace(config=config, decisions=decisions, machine=MACHINE)
+    recipe = SimpleNamespace(config=config, decisions=decisions, machine=MACHINE, dataset=None)
     full = row("+ bf16", "added", 1.1, 1.2, speedup="bf16", speedups=["pretokenised", "bf16"])
     remember([full], FOUND, recipe, tmp_path)
     (run,) = runs_here(MACHINE, "cpu", tmp_path)

@@ -91,7 +91,7 @@ def diagnose(
     if folder is None and is_name and name not in choices:
         raise unknown_name("recipe or run", name, choices)
     config = load_config(folder / layout.CONFIG if folder else recipe, words)
-    preflight.check_names(config)
+    preflight.check_settings(config)
     from flatout.measure.diagnose.recipe import diagnose_recipe  # imports torch
 
     found = diagnosis_of(

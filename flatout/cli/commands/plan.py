@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from flatout.assembly import preflight
@@ -44,15 +45,10 @@ def plan(
 
     Raises: UsageError.
     """
-    try:
-        compared = sorted({int(each) for each in (rows or "").split(",") if each.strip()})
-    except ValueError:
-        compared = [0]
-    if any(each < 1 for each in compared) or (rows is not None and not compared):
+    if not re.fullmatch(r"( *[1-9]\d* *(,|$))+", "1" if rows is None else rows):
         raise ConfigError(f"--rows {rows} is not a list of rows.", fix="Write --rows 64,128,256.")
     config = load_config(recipe, overrides or ())
-    preflight.check_names(config)
-    preflight.check_paths(config)
+    preflight.check_settings(config)
     if machine is not None:
         preflight.require_machine(config, machine)
     from flatout.measure.plan.plan import make_plan
@@ -60,7 +56,7 @@ def plan(
     return make_plan(
         config,
         machine,
-        rows=compared,
+        rows=sorted({*map(int, re.findall(r"\d+", rows or ""))}),
         price_per_hour=price_per_hour,
         cache=default_cache(),
         progress=progress,

@@ -19,7 +19,7 @@ Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,10 @@ class _DocumentSteps:
     """
 
     shapes: tuple[Shape, ...]
+    _step_rows: Any
+    """Returns the rows of the step at a position over all ranks, without empty ones."""
+    _share: Any
+    """Returns this rank's rows of these, the position of the next step, and shapes that differ."""
     has_mask = True
     has_document_ids = False
     """A row is one document, so attention needs no document mask."""
@@ -87,26 +91,26 @@ class _DocumentSteps:
         spans = zip(self._starts[rows].tolist(), self._sizes[rows].tolist(), strict=True)
         return [self._split.locate_tokens(start, start + size + 1) for start, size in spans]
 
-    def _step_rows(self, position: int) -> Array:
-        """Return the rows of the step at `position` over all ranks, without empty ones.
+    def read(
+        self, position: int, sequences_NW: Array, mask_NT: Any, doc_ids_NT: Array | None
+    ) -> StepRead:
+        """Write this rank's rows of the step at `position`, and return what all ranks read.
 
-        Shapes:  returns (rows,).
+        Tokens after the end of a document are 0, and masked. Rows without a document are empty.
+
+        Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
-        raise NotImplementedError
-
-    def _fill(
-        self, starts: Array, sizes: Array, sequences_NW: Array, mask_NT: Array | None
-    ) -> None:
-        """Write rows of these inputs. Tokens after the end of a document are 0, and masked.
-
-        Shapes:  starts, sizes (N,), sequences_NW (N, T + 1), mask_NT (N, T).
-        """
+        rows = self._step_rows(position)
+        own, following, shapes = self._share(rows, position)
+        starts, sizes = np.zeros((2, len(sequences_NW)), np.int64)
+        starts[: len(own)], sizes[: len(own)] = self._starts[own], self._sizes[own]
         self._split.read_spans(starts, np.where(sizes, sizes + 1, 0), sequences_NW)
-        assert mask_NT is not None, "rows of documents always have a mask"
         if self._split.has_mask:
             self._split.read_mask_spans(starts + 1, sizes, mask_NT)
         else:
             mask_NT[:] = np.arange(mask_NT.shape[1]) < sizes[:, np.newaxis]
+        tokens = int(self._sizes[rows].sum())
+        return StepRead(following, tokens, len(rows), position, shapes)
 
 
 class MixedSteps(_DocumentSteps):
@@ -125,22 +129,16 @@ class MixedSteps(_DocumentSteps):
         """Return the shape of a micro-batch of the longest rows. No other has more tokens."""
         return self.shapes[0]
 
-    def read(
-        self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
-    ) -> StepRead:
-        """Write this rank's rows of the step at `position`, and return what all ranks read.
-
-        Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
-        """
-        plan, rows = self.plan, self._step_rows(position)
-        own, sizes = rows[plan.dp_rank :: plan.dp_size], self._sizes[rows]
-        self._fill(self._starts[own], self._sizes[own], sequences_NW, mask_NT)
-        longest, shapes = sizes[:: plan.dp_size].tolist(), list[Shape]()
+    def _share(self, rows: Array, position: int) -> tuple[Array, int, tuple[Shape, ...]]:
+        plan, shapes = self.plan, list[Shape]()
+        longest = self._sizes[rows[:: plan.dp_size]].tolist()
         while longest:
-            most = plan.rows_per_device * plan.seq_len // longest[0]
-            shapes.append(Shape(min(most, len(longest)), longest[0]))
+            unit = 1 << max(longest[0].bit_length() - 4, 0)  # a CPU keeps memory for each shape
+            seq_len = min(-(-longest[0] // unit) * unit, plan.seq_len)
+            most = plan.rows_per_device * plan.seq_len // seq_len
+            shapes.append(Shape(min(most, len(longest)), seq_len))
             del longest[:most]
-        return StepRead(position + len(rows), int(sizes.sum()), len(rows), position, tuple(shapes))
+        return rows[plan.dp_rank :: plan.dp_size], position + len(rows), tuple(shapes)
 
     def _step_rows(self, position: int) -> Array:
         """Return the rows of the step at `position` over all ranks, the longest first.
@@ -181,21 +179,9 @@ class BucketedSteps(_DocumentSteps):
         """Return the shape of the step at `position`."""
         return self._buckets[self._step(position)[0]].shape
 
-    def read(
-        self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
-    ) -> StepRead:
-        """Write this rank's rows of the step at `position`, and return what all ranks read.
-
-        Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
-        """
-        shape, rows = self.shape_at(position), self._step_rows(position)
-        indices = self.plan.row_indices(shape.rows)
-        is_row = indices < len(rows)
-        starts, sizes = np.zeros((2, len(indices)), np.int64)
-        own = rows[indices[is_row]]
-        starts[is_row], sizes[is_row] = self._starts[own], self._sizes[own]
-        self._fill(starts, sizes, sequences_NW, mask_NT)
-        return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows), position)
+    def _share(self, rows: Array, position: int) -> tuple[Array, int, tuple[Shape, ...]]:
+        indices = self.plan.row_indices(self.shape_at(position).rows)
+        return rows[indices[indices < len(rows)]], position + 1, ()
 
     def _step(self, position: int) -> tuple[int, int]:
         """Return the bucket of the step at `position`, and the index of the step within it."""

@@ -225,7 +225,7 @@ class Target:
         self, config: RunConfig, decisions: Sequence[Decision]
     ) -> tuple[MemoryPrediction | None, str | None, TimePrediction]:
         """Return the memory of a resolved run, or why it cannot be predicted, and its time."""
-        this = past_run(config, decisions, self.world_size)
+        this = past_run(config, decisions, self.world_size, dataset=self.dataset)
         runs = runs_here(self.machine, self.device, self.cache)
         memory, problem = predict_memory(this, workload_of(config), context=self.context)
         flops = model_on_meta(config).flops_per_token(config.data.seq_len)

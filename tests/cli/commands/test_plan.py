@@ -9,7 +9,7 @@ import pytest
 from flatout.cli.commands.plan import plan
 from flatout.cli.commands.train import train
 from flatout.display import terminal_text
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, UsageError
 from flatout.hardware import machine as hardware
 from flatout.measure.plan import prediction
 
@@ -254,6 +254,21 @@ def test_micro_batches_are_compared_in_a_table(recipe):
     for rows in ("0", "x", "-2"):
         with pytest.raises(ConfigError, match="is not a list of rows"):
             plan(recipe, [*SMALL, "model.vocab_size=101"], rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("setting", "about"),
+    [
+        ("log.to=5", "5"),
+        ("train.device=gpu0", "gpu0"),
+        ("checkpoint.upload=3", "checkpoint.upload=3 is not a URL"),
+        ("train.init_from=s3://bucket/run", "is a URL"),
+    ],
+)
+def test_settings_that_train_rejects_are_rejected(recipe, setting, about):
+    for command in (plan, train):
+        with pytest.raises(UsageError, match=about):
+            command(recipe, [*SMALL, "model.vocab_size=101", setting])
 
 
 @pytest.mark.parametrize("by_tokens", ["false", "true"])

@@ -233,6 +233,14 @@ def test_a_micro_batch_has_as_many_rows_as_its_tokens_allow_and_the_length_of_it
         assert (targets - each.tokens_BT[each.targets_BT >= 0] == 1).all()
 
 
+def test_micro_batches_have_eight_lengths_for_each_power_of_two(documents):
+    """A CPU keeps memory for each shape that it has seen."""
+    reader = mixed(documents(range(2, 302)), seq_len=300, rows_per_device=1, accumulate=8)
+    loader = DirectLoader(reader)
+    found = {shape.seq_len for _ in range(100) for shape in next(loader).shapes}
+    assert {length for length in found if length > 128} == {*range(144, 257, 16), 288, 300}
+
+
 @pytest.mark.parametrize("rows_per_device", [1, 2, 4])
 def test_every_division_of_a_step_reads_the_same_documents_once_per_epoch(
     documents, rows_per_device

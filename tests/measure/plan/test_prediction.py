@@ -62,6 +62,17 @@ def test_the_heap_of_a_cpu_keeps_holes_of_the_largest_tensor(memory, planned):
     assert memory(on_gpu, largest=GIB).total == memory(on_gpu).total
 
 
+def test_micro_batches_of_many_shapes_keep_twice_their_memory(memory, planned):
+    config = planned.config.with_values({"batch.by_tokens": True})
+    found, usual = memory(config, largest=0), memory(largest=0)
+    assert found.reserved == 2 * usual.reserved == 2 * found.estimate.total
+    assert found.error == 0.5
+    on_gpu = {"train.device": "cuda"}
+    assert (
+        memory(config.with_values(on_gpu)).total == memory(planned.config.with_values(on_gpu)).total
+    )
+
+
 def test_a_compiled_model_may_need_much_less_on_every_device(memory, planned):
     compiled = [*planned.decisions, Decision("compile", True, "")]
     for device in ("cpu", "cuda"):
