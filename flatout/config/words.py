@@ -72,7 +72,7 @@ def listings() -> dict[str, list[str]]:
 
 
 def metadata_rows() -> Any:
-    """Return what a metadata.json may state, by its keys: the rows of words.yaml."""
+    """Return what a metadata.json may state: rows of words.yaml with their keys."""
     return _document()["metadata"]
 
 
@@ -141,8 +141,9 @@ def values_of(key: str) -> set[Any]:
 
 
 def is_off(value: object) -> bool:
-    """Return whether a value of another tool turns its feature off."""
-    return not value or str(value).lower() in OFF
+    """Return whether a value of another tool turns its feature off, `enabled` of a section too."""
+    stated = value.get("enabled", value) if isinstance(value, dict) else value
+    return not stated or str(stated).lower() in OFF
 
 
 def _plain(name: str) -> str:

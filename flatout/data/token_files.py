@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flatout.config.schema import flat
 from flatout.config.words import metadata_rows
 from flatout.data.sources.packed import import_package
-from flatout.errors import DataError, in_shell
+from flatout.errors import DataError
 from flatout.storage.files import Array, load_torch
 from flatout.storage.json_io import JsonObject, read_object
 from flatout.storage.recognised import (
@@ -28,7 +31,9 @@ from flatout.storage.recognised import (
     LLM_C,
     NOT_TOKENS,
     is_text,
+    prepare_it,
     recognise,
+    start_from,
 )
 from flatout.storage.streams import shortened
 
@@ -42,7 +47,17 @@ METADATA = "metadata.json"
 TOKENIZERS = ("tokenizer", "tokenizer_name", "tokenizer_path", "tokenizer_file")
 """Keys under which it may name the tokenizer."""
 COPY = "Copy or write the file again."
+KEYLESS = "Remove --field."
 INTEGERS = "Name token ids of an integer type."
+MOST_PADDING = 1024
+"""Ids by which the vocabulary of a model may be larger than its tokenizer's."""
+COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+    "equal": operator.eq,
+    "at least": operator.ge,
+    "at most": operator.le,
+    "a divisor of": lambda stated, tokens: stated and not tokens % stated,
+}
+"""How what is stated must compare with what is found."""
 _SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|test)(?=[_.-]|$)")
 _LLM_C_BYTES = 1024
 """The header of llm.c: the magic number, the version, the number of tokens, and zeros."""
@@ -167,25 +182,20 @@ def _chunks(folder: Path) -> tuple[Path, ...]:
         if (count := int(files[0].stem.rpartition("-")[2])) != len(files):
             raise DataError(f"{folder} has {len(files)} of {count} files.", fix=COPY)
         return tuple(files)
-    numbered = sorted(
-        (int(match[1]), entry)
-        for entry in folder.iterdir()
-        if (match := CHUNK_NAME.fullmatch(entry.name))
-    )
+    matches = map(CHUNK_NAME.fullmatch, os.listdir(folder))
+    numbered = sorted((int(match[1]), folder / match[0]) for match in matches if match)
     numbers = [number for number, _ in numbered]
-    if len({*numbers}) < len(numbers):
-        twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise DataError(
-            f"{folder} has more than one chunk number {twice}.",
-            fix="Remove the one that does not belong there.",
-        )
     missing = sorted({*range(min(numbers[0], 1), numbers[-1])} - {*numbers}) if numbers else []
-    if missing:
-        raise DataError(
-            f"{folder} has no chunk {shortened(missing)}.",
-            fix="Copy the missing files there, or renumber the files.",
+    twice = [number for number, after in pairwise(numbers) if number == after]
+    if twice or missing:
+        what = (
+            f"more than one chunk number {twice[0]}" if twice else f"no chunk {shortened(missing)}"
         )
-    return tuple(entry for _, entry in numbered)
+        raise DataError(
+            f"{folder} has {what}.",
+            fix="Copy missing files there, remove what does not belong there, or renumber them.",
+        )
+    return tuple(path for _, path in numbered)
 
 
 def _unknown(path: Path) -> DataError:
@@ -193,21 +203,15 @@ def _unknown(path: Path) -> DataError:
     known = recognise(path)
     if known is not None:
         return DataError(known.instead_of("tokens that `flatout import` reads"), fix=known.fix)
-    if not path.exists():
+    if not path.is_file():
+        what = f"{path} has no token files" if path.exists() else f"There is no file {path}"
         return DataError(
-            f"There is no file or directory {path}.",
-            fix=f"Check the path. `import` reads {EXAMPLES}.",
+            f"{what}.", fix=f"Name the directory or the file that contains them: {EXAMPLES}."
         )
-    if path.is_dir():
-        return DataError(
-            f"{path} has no token files.",
-            fix=f"Name the directory or the file that contains them: {EXAMPLES}.",
-        )
-    out = in_shell(f"data/{path.stem}")
     return DataError(
         f"{path} is not a token file of a known format.",
-        fix=f"If it is text, prepare it: `flatout prepare {in_shell(path)} --out {out}`. If it "
-        "contains tokens without a header, name their type, such as --dtype uint16.",
+        fix=f"{prepare_it(path)} If it contains tokens without a header, name their type, such as "
+        "--dtype uint16.",
     )
 
 
@@ -228,12 +232,16 @@ def check_metadata(path: Path, stated: JsonObject, found: JsonObject) -> None:
     Raises: DataError.
     """
     stated = flat(stated)
-    for key, row in metadata_rows().items():
+    found |= {"padded ids": found["ids"] + MOST_PADDING, "one": 1}
+    for row, key in ((each, key) for each in metadata_rows() for key in each["keys"].split()):
         fact, parts = found.get(row["fact"]), [*map(stated.get, key.split("*"))]
         if fact is None or not all(isinstance(part, type(fact)) for part in parts):
             continue
         value = reduce(operator.mul, parts)
-        if isinstance(value, bool) or not getattr(operator, row["is"])(value, fact):
+        if isinstance(value, list):  # of names
+            named = {Path(one).name for one in value if isinstance(one, str)}
+            value, fact = sorted(named - {*fact}), sorted({*fact} - named) if named else []
+        if isinstance(value, bool) or not COMPARED[row["is"]](value, fact):
             raise DataError(
                 f"{path} has {key} {json.dumps(value)}. {row['there'].format(fact)}",
                 fix=row["fix"],
@@ -249,6 +257,8 @@ def read_tokens(path: Path, reading: Reading) -> tuple[Array, str | None]:
     Raises: DataError when the file is damaged, needs a pickle, or does not contain integers.
     """
     kind = kind_of(path) or "raw"
+    if reading.field and kind not in ("torch", "arrow"):
+        _field((), reading, path, KEYLESS)
     array, note = _READERS[kind](path, reading), None
     require_tokens(array.dtype, array.shape, str(path))
     if not array.size:
@@ -305,21 +315,13 @@ def _llm_c(path: Path, _reading: Reading) -> Array:
 def _torch(path: Path, reading: Reading) -> Array:
     import torch
 
-    try:
-        found = load_torch(path)
-    except Exception as error:  # torch's unpickler raises errors of any kind for a damaged file
-        text = str(error).strip().partition("\n")[0].rstrip(".")
-        # torch's message about weights_only tells users how to run the file's code
-        reason = text or type(error).__name__
-        if "weights_only" in str(error):
-            reason = "it contains more than tensors, and code in a file is never run"
-        raise DataError(
-            f"{path} cannot be read as a tensor: {reason}.",
-            fix="Write it again: one tensor of integers, saved with torch.save.",
-        ) from error
-    if isinstance(found, dict):
-        tensors = {str(key): each for key, each in found.items() if torch.is_tensor(each)}
-        found = tensors[_field(list(tensors), reading, path)]
+    found = load_torch(path, DataError)
+    if isinstance(found, dict) or reading.field:
+        keyed = found if isinstance(found, dict) else {}
+        tensors = {str(k): v for k, v in keyed.items() if torch.is_tensor(v)}
+        names = [name for name, each in tensors.items() if not each.is_floating_point()]
+        otherwise = start_from(path) if keyed else KEYLESS
+        found = tensors[_field(names, reading, path, otherwise)]
     if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_meta:
         raise DataError(
             f"{path} contains a {type(found).__name__}, not a dense tensor of integers.",
@@ -339,28 +341,29 @@ def _arrow(path: Path, reading: Reading) -> Array:
         rows = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Arrow: {error}.", fix=COPY) from error
-    column = rows[_field(rows.column_names, reading, path)].combine_chunks()
+    names = [field.name for field in rows.schema if "int" in str(field.type)]
+    column = rows[_field(names, reading, path, prepare_it(path.parent, "*.arrow"))].combine_chunks()
     while "list" in str(column.type):
         column = column.flatten()
     tokens: Array = column.to_numpy(zero_copy_only=False)
     return tokens
 
 
-def _field(names: Sequence[str], reading: Reading, path: Path) -> str:
-    """Return the key with the tokens.
+def _field(names: Sequence[str], reading: Reading, path: Path, otherwise: str) -> str:
+    """Return the key with the tokens. If there is none, `otherwise` says what to do with the file.
 
     Raises: DataError when the named one does not exist, or the choice is not clear.
     """
-    usual = [name for name in (reading.field, *FIELDS) if name in names]
-    if reading.field is None and not usual:
-        usual = [*names] if len(names) == 1 else []
-    if not usual or (reading.field is not None and usual[0] != reading.field):
-        wanted = f"no key {reading.field!r}" if reading.field else f"{len(names)} keys of tensors"
+    only = names if len(names) == 1 else ()
+    wanted = [reading.field] if reading.field else [*FIELDS, *only]
+    found = next((name for name in wanted if name in names), None)
+    if found is None:
+        lacks = f"no key {reading.field!r}" if reading.field else f"{len(names)} keys of tokens"
         raise DataError(
-            f"{path} has {wanted}, so it is not clear which tensor contains the tokens.",
-            fix=f"Name it with --field: {shortened([*map(repr, names)])}." if names else COPY,
+            f"{path} has {lacks}, so it is not clear what contains the tokens.",
+            fix=f"Name it with --field: {shortened([*map(repr, names)])}." if names else otherwise,
         )
-    return str(usual[0])
+    return found
 
 
 def _raw(path: Path, reading: Reading) -> Array:

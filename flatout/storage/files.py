@@ -27,7 +27,7 @@ from pydantic import (
     model_serializer,
 )
 
-from flatout.errors import CheckpointError, DataError, RunFailed, in_shell
+from flatout.errors import CheckpointError, DataError, RunFailed, UsageError, in_shell
 from flatout.storage.recognised import open_regular, require_local
 
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -433,21 +433,41 @@ def _number_of(error: Exception) -> int | None:
     return getattr(error, "errno", None) or (int(stated[1]) if stated else None)
 
 
-def load_torch(path: Path) -> Any:
+def load_torch(path: Path, kind: type[UsageError] = CheckpointError) -> Any:
     """Return what a file of torch.save contains, on the CPU, without executing anything in it.
 
     Since torch 1.6, it is mapped.
 
-    Raises: EOFError when it is empty or truncated; pickle.UnpicklingError when it contains code;
-            any error of torch when it is damaged otherwise.
+    Raises: `kind` when it contains code, or is damaged.
     """
+    import warnings
     import zipfile  # with five compressors, which most commands do not need
 
     import torch
 
-    with path.open("rb") as file:
-        start = file.read(2)
-    is_zip = zipfile.is_zipfile(path)
-    if not is_zip and start in (b"", b"PK"):
-        raise EOFError("the file is empty or truncated")
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    try:
+        with path.open("rb") as file:
+            start = file.read(2)
+        is_zip = zipfile.is_zipfile(path)
+        if not is_zip and start in (b"", b"PK"):
+            raise EOFError("the file is empty or truncated")
+        with warnings.catch_warnings(action="ignore"):  # of what an error says as well
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # torch's unpickler raises errors of any kind for a damaged file
+        # its message about weights_only tells users how to run the file's code
+        if "weights_only" in str(error):
+            raise kind(
+                f"{path} contains Python code or objects in a pickle, or is damaged. Reading them "
+                "would execute code.",
+                fix="If you trust the file, load it with the tool that wrote it, and save only its "
+                "tensors, with torch.save or safetensors.torch.save_file.",
+            ) from error
+        raise unreadable(path, error, kind) from error
+
+
+def unreadable(
+    path: Path, error: Exception, kind: type[UsageError] = CheckpointError
+) -> UsageError:
+    """Return the error for a file of tensors that is damaged."""
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return kind(f"Cannot read {path}: {reason[:200]}.", fix="Copy or write the file again.")

@@ -234,7 +234,7 @@ def _folder(path: Path) -> Found | None:
     suffixes = {file: file.suffix.lower() for file in files}
     if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:
         is_model = any(_has(path, name) or _has(path, f"{name}.index.json") for name in _WEIGHTS)
-        return ("a model of another tool", _start_from(path)) if is_model else None
+        return ("a model of another tool", start_from(path)) if is_model else None
     telling = (recognise(file) for file, suffix in suffixes.items() if suffix in _LOOKED_INTO)
     first = next(filter(None, telling), None)
     if first is None:
@@ -259,14 +259,14 @@ def _file(path: Path) -> Found | None:
         return "a NumPy archive", _BY_HAND
     is_zip = head.startswith(b"PK\x03\x04") and suffix == ".bin"
     if is_zip or head.startswith(LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
-        return TORCH_FILE, f"{_start_from(path)} {import_it(path, IF_TOKENS)}"
+        return TORCH_FILE, f"{start_from(path)} {import_it(path, IF_TOKENS)}"
     if kind == "checkpoint":
         fix = f"Name the checkpoint: train.init_from={in_shell(folder)}."
         return f"a file of the checkpoint {folder}", fix
     if head.startswith(b"GGUF"):
         return "a GGUF file", _GGUF
     if head[8:10] == b'{"' and suffix == ".safetensors":
-        return "a file of model weights", _start_from(path)
+        return "a file of model weights", start_from(path)
     if head.startswith(b"\x93NUMPY"):
         return "a NumPy array", import_it(path, IF_TOKENS)
     if head.startswith(_MEGATRON):
@@ -281,7 +281,8 @@ def _file(path: Path) -> Found | None:
     return None
 
 
-def _start_from(path: Path) -> str:
+def start_from(path: Path) -> str:
+    """Return a sentence with the key that starts a run from weights."""
     return f"If it contains weights, start a run from them: train.init_from={in_shell(path)}."
 
 
@@ -289,13 +290,21 @@ def import_it(path: Path, start: str = "Import it") -> str:
     """Return a sentence with the command that imports tokens; nanoGPT's files as a directory."""
     if path.name in ("train.bin", "val.bin") and _has(path.parent, "train.bin", "val.bin"):
         path = path.parent
-    out = in_shell(f"data/{path.absolute().name.partition('.')[0]}")
-    command = f"flatout import {in_shell(path)} --out {out}"
+    out = Path("data", path.absolute().name.partition(".")[0])
+    if out.absolute() == path.absolute():
+        out = out.with_name(f"{out.name}-imported")
+    command = f"flatout import {in_shell(path)} --out {in_shell(out)}"
     if _has(path if path.is_dir() else path.parent, "metadata.json"):
         return f"{start}: `{command}`, with --tokenizer FILE if metadata.json names none."
     return (
         f"{start}: `{command} --tokenizer FILE`, where FILE is the tokenizer that made the tokens."
     )
+
+
+def prepare_it(path: Path, pattern: str = "") -> str:
+    """Return a sentence with the command that prepares text, of some files of a directory."""
+    command = f"flatout prepare {in_shell(path / pattern)} --out {in_shell(f'data/{path.stem}')}"
+    return f"If it is text, prepare it: `{command}`."
 
 
 def is_text(head: bytes) -> bool:

@@ -14,6 +14,7 @@ from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.export_mark import require_as_exported
+from flatout.models.families.files import require_checksums
 from flatout.models.families.hub import PREFIX
 from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import model_of
@@ -23,7 +24,7 @@ from flatout.optim.moments import FP32, kept_by
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import writing_run
 from flatout.storage.json_io import JsonObject
-from flatout.storage.recognised import recognise, require_local
+from flatout.storage.recognised import prepare_it, recognise, require_local
 from flatout.storage.streams import shortened
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog
@@ -64,6 +65,7 @@ def resolve_init_from(
             require_as_exported(given if given.is_dir() else given.parent, progress=progress)
         found = find_model(init_from, for_run=config.lora.rank is None, progress=progress)
         path, theirs = found.path, found.keys
+        require_checksums(path)
         ForeignWeights(found, model).require_fit(shapes_of(model))
         folder = path if path.is_dir() else path.parent
         require_tokenizer_of(folder, members_of(dataset)[0].dataset, progress=progress)
@@ -108,6 +110,8 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
             fix = f"{fix} A model of the Hugging Face hub is {PREFIX}{init_from}."
         if known:
             what, fix = known.instead_of("a run or a checkpoint"), known.fix
+        elif Path(init_from).is_file():
+            what, fix = "it is a file of neither weights nor tokens.", prepare_it(Path(init_from))
         raise CheckpointError(f"train.init_from={init_from}: {what}", fix=fix) from error
     return find_checkpoint(run_folder, progress=progress)
 

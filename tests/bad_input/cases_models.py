@@ -79,6 +79,28 @@ def torch_file(world: World, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 
 
+def changed_byte(world: World) -> None:
+    """Write a model with torch.save, and change a byte of a tensor."""
+    import torch
+
+    only_config(world)
+    weights = foreign_weights(MODEL)
+    path = world.path / "theirs/pytorch_model.bin"
+    torch.save(weights, path)
+    tensor = weights["model.embed_tokens.weight"].numpy().tobytes()
+    world.overwrite("theirs/pytorch_model.bin", path.read_bytes().index(tensor) + 9, b"\xa5")
+
+
+def several(world: World, *names: str, content: object = None) -> None:
+    """Write a recipe without a shape, and files of torch.save."""
+    import torch
+
+    world.write("bare.yaml", BARE)
+    (world.path / "theirs").mkdir()
+    for name in names:
+        torch.save(content or {"w": torch.zeros(3)}, world.path / "theirs" / name)
+
+
 def trainers(world: World) -> None:
     """Write what the Trainer of transformers saves."""
     model(world)
@@ -137,6 +159,27 @@ CASES = [
         ("theirs has no weights",),
         ("Download the whole repository",),
         only_config,
+    ),
+    Case(
+        "a directory with several files of weights",
+        LINE,
+        ("several files that may be its weights: a.pt, b.pt.",),
+        ("train.init_from=theirs/b.pt",),
+        lambda w: several(w, "a.pt", "b.pt"),
+    ),
+    Case(
+        "weights under keys that no tool uses",
+        f"{LINE}/a.pt",
+        ("theirs/a.pt contains no tensors by name: its keys are epoch, weights_of_mine",),
+        ("torch.save(model.state_dict(), FILE)",),
+        lambda w: several(w, "a.pt", content={"epoch": 1, "weights_of_mine": {}}),
+    ),
+    Case(
+        "text in a file named as weights",
+        f"{LINE}/a.pt",
+        ("train.init_from=theirs/a.pt: it is a file of neither weights nor tokens",),
+        ("If it is text, prepare it: `flatout prepare theirs/a.pt --out data/a`",),
+        lambda w: (w.write("bare.yaml", BARE), w.write("theirs/a.pt", "It was a dark night.")),
     ),
     Case(
         "a model with pickled code",
@@ -240,9 +283,16 @@ CASES = [
     Case(
         "a truncated file as train.init_from",
         "train bare.yaml train.init_from=best_model.pt",
-        ("Cannot read the weights of best_model.pt: the file is empty or truncated",),
-        ("Get the file again",),
+        ("Cannot read best_model.pt: the file is empty or truncated",),
+        ("Copy or write the file again",),
         lambda w: torch_file(w, 0.6),
+    ),
+    Case(
+        "a file of weights with a changed byte",
+        "train bare.yaml train.init_from=theirs",
+        ("pytorch_model.bin is damaged", "does not match its checksum"),
+        ("Get the file again",),
+        changed_byte,
     ),
     Case(
         "a recipe with a different shape than the model",
@@ -261,8 +311,8 @@ CASES = [
     Case(
         "a file of weights that do not tell what they are",
         "train bare.yaml train.init_from=best_model.pt",
-        ("the architecture of best_model.pt", "nor is it this run's model"),
-        ("Put the model's config.json next to the weights",),
+        ("best_model.pt (w) do not tell its architecture", "nor is it this run's model"),
+        ("put both into one directory",),
         unnamed,
     ),
     Case(

@@ -76,7 +76,7 @@ CASES = [
         "a local path",
         lambda w: tensor(w, [1]),
     ),
-    case("tokens that do not exist", IMPORT, "no file or directory chunks", "train.bin"),
+    case("tokens that do not exist", IMPORT, "no file chunks", "train.bin"),
     case(
         "a directory without tokens",
         "import data --out data/new --tokenizer byte",
@@ -154,6 +154,20 @@ CASES = [
         megatron,
     ),
     case(
+        "a key of a file without keys",
+        "import chunks --out data/new --tokenizer byte --field tokens",
+        "chunk_000000.pt has no key 'tokens'",
+        "Remove --field",
+        lambda w: tensor(w, [1]),
+    ),
+    case(
+        "weights instead of tokens",
+        "import best_model.pt --out data/new --tokenizer byte",
+        "best_model.pt has 0 keys of tokens",
+        "train.init_from=best_model.pt",
+        lambda w: weights(w, "best_model.pt"),
+    ),
+    case(
         "an archive of arrays",
         "import tokens.npz --out data/new --tokenizer byte",
         "tokens.npz is a NumPy archive,",
@@ -204,14 +218,14 @@ CASES = [
         "a missing chunk",
         IMPORT,
         "no chunk 1",
-        "Copy the missing files",
+        "Copy missing files",
         lambda w: (chunks(w, 0, 1, 2), (w.path / "chunks/chunk_000001.pt").unlink()),
     ),
     case(
         "two chunks with one number",
         IMPORT,
         "more than one chunk number 0",
-        "Remove",
+        "remove what does not belong there",
         lambda w: (chunks(w, 0), w.write("chunks/chunk_0.pt", "x")),
     ),
     case(
@@ -238,8 +252,8 @@ CASES = [
     case(
         "a chunk that would run code",
         IMPORT,
-        ("chunk_000000.pt", "code in a file is never run"),
-        "one tensor",
+        ("chunk_000000.pt", "Reading them would execute code"),
+        "save only its tensors",
         lambda w: chunks(w, Anything()),
     ),
     case(

@@ -105,7 +105,7 @@ def test_the_moments_of_the_only_optimizer_of_lightning_continue(tmp_path, start
     if count == 1:
         require_moments(run)
     else:
-        assert f"those of {path} are of several optimizers" in said
+        assert f"those of {path} are of 2 optimizers" in said
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -162,20 +162,34 @@ class Code:
 def with_moment(model, key, value):
     """Return the state of a model's optimizer with another value."""
     state = optimizer_of(*model)
-    state["state"][0][key].view(-1)[0] = value
+    if isinstance(value, str):
+        state["state"][0][key] = value
+    else:
+        state["state"][0][key].view(-1)[0] = value
     return state
 
 
-UNKNOWN, BAD = "are not of these parameters in a known order", "are not finite, or negative"
+UNKNOWN, BAD = (
+    "are not AdamW's of these parameters in a known order.",
+    "are not finite, or negative",
+)
 OTHERS = {
-    "another optimizer": (of_sgd, "are not AdamW's of every parameter"),
+    "another optimizer": (of_sgd, UNKNOWN),
     "one parameter less": (lambda weights, order: optimizer_of(weights, order[:-1]), UNKNOWN),
     "another order": (lambda weights, order: optimizer_of(weights, order[::-1]), UNKNOWN),
     "a value that is not finite": (lambda *one: with_moment(one, "exp_avg", float("nan")), BAD),
     "a negative square": (lambda *one: with_moment(one, "exp_avg_sq", -1.0), BAD),
     "a negative step": (lambda *one: with_moment(one, "step", -3.0), BAD),
     "an infinite step": (lambda *one: with_moment(one, "step", float("inf")), BAD),
-    "code": (lambda *_: {"state": Code()}, "cannot be read: "),
+    "a step that is no number": (lambda *one: with_moment(one, "step", "two"), UNKNOWN),
+    "a list": (lambda *_: [1, 2, 3], "are of 3 optimizers"),
+    "a list of another thing": (lambda *_: [3], UNKNOWN),
+    "an empty state": (lambda *_: {}, UNKNOWN),
+    "code": (
+        lambda *_: {"state": Code()},
+        "cannot be read: {0}/optimizer.bin contains Python code or objects in a pickle, or is "
+        "damaged. Reading them would execute code.",
+    ),
 }
 
 
@@ -183,7 +197,10 @@ OTHERS = {
 def test_other_states_are_reported_and_moments_start_at_zero(tmp_path, started, capsys, what):
     optimizer, why = OTHERS[what]
     run, said = started(write_gpt2(tmp_path, optimizer))
-    assert f"The optimizer's moments start at zero: those of {tmp_path} {why}" in said
+    reason = why.format(tmp_path)
+    assert f"The optimizer's moments start at zero: those of {tmp_path} {reason}" in said
+    assert said.endswith(".")
+    assert not said.endswith("..")
     assert "run" not in capsys.readouterr().out.split()
     assert not run.optimizers[0].state
 
@@ -225,6 +242,24 @@ def test_a_model_without_an_optimizer_says_nothing_of_it(tmp_path, started, name
     run, said = started(path)
     assert "moments" not in said
     assert not run.optimizers[0].state
+
+
+def test_the_final_model_of_the_trainer_is_reported_to_have_no_moments(tmp_path, started):
+    path = write_gpt2(tmp_path)
+    (path / "training_args.bin").write_bytes(b"")
+    _, said = started(path)
+    assert (
+        f"The optimizer's moments start at zero: those of {path} are in its checkpoints, not "
+        "beside the final model."
+    ) in said
+
+
+@pytest.mark.parametrize("state", [{}, [7, 7], 7])
+def test_anything_in_the_place_of_the_optimizer_in_a_file_is_reported(tmp_path, started, state):
+    path = nanogpts(tmp_path)
+    torch.save(torch.load(path) | {"optimizer": state}, path)
+    _, said = started(path)
+    assert "The optimizer's moments start at zero" in said
 
 
 @pytest.mark.parametrize("beside", [True, "optimizer_state_dict", "optim"])

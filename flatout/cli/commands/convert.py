@@ -79,11 +79,10 @@ class ConvertResult(Result):
 
     def display(self) -> Display:
         """Return a table of keys for each outcome, and the next step."""
-        by_outcome = {each: [i for i in self.items if i.outcome == each] for each in HEADINGS}
         tables = [
-            table_of(found, f"{HEADINGS[outcome]}: {len(found)}")
-            for outcome, found in by_outcome.items()
-            if found
+            table_of(found, f"{heading}: {len(found)}")
+            for outcome, heading in HEADINGS.items()
+            if (found := [item for item in self.items if item.outcome == outcome])
         ]
         if self.path is None:
             return Display(tables=tables)
@@ -160,9 +159,8 @@ def translate(document: JsonObject, folder: Path) -> tuple[JsonObject, list[Item
     values: JsonObject = {}
     items: dict[str, Item] = {}
     leaves = dict(_leaves(document))
-    words = {key: _described(key) for key in leaves}
     order = sorted(
-        leaves, key=lambda key: (is_off(leaves[key]), words[key].counterpart != "train.steps")
+        leaves, key=lambda key: (is_off(leaves[key]), _described(key).counterpart != "train.steps")
     )
     for key in [*order, *order]:
         if key not in items or items[key].outcome == "by_hand":
@@ -215,7 +213,8 @@ def _translated(key: str, value: Any, values: JsonObject, folder: Path) -> Item:
         return but("unnecessary", default if value is True else "It is off.")
     if not word.key:
         return item
-    here = next(filter(os.path.exists, (Path(str(value)), folder / str(value))), None)
+    roots = (Path(), folder, Path("data"), folder / "data", folder / "../data")  # nanoGPT's
+    here = next(filter(os.path.exists, (root / str(value) for root in roots)), None)
     if word.key == "data.path" and here and (note := _data_note(here)):
         return but("by_hand", note)
     if written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from flatout.storage.files import Array, expanded, writing
 from flatout.storage.json_io import JsonObject
 
 DEFAULT_SPLIT = "tail 0.1"
+GPT2 = "openai-community/gpt2"
 SHARD_TOKENS = 64 << 20
 """Tokens after which the next shard starts."""
 BLOCK_TOKENS = 1 << 20
@@ -172,8 +174,7 @@ def import_tokens(
     Raises: DataError naming the file that is missing or unusable, or the token that is outside the
             vocabulary.
     """
-    started = time.perf_counter()
-    path, out = expanded(path), expanded(out)
+    started, path, out = time.perf_counter(), expanded(path), expanded(out)
     kind, fraction = parse_rule(options.split or DEFAULT_SPLIT)
     if kind != "tail":
         raise DataError(
@@ -204,16 +205,17 @@ def import_tokens(
         "documents": options.documents,
         "split": NAMED if found.val else f"tail {fraction}",
     }
-    manifest = existing_dataset(out, source, progress)
-    existed = manifest is not None
+    manifest = existed = existing_dataset(out, source, progress)
     if manifest is None:
         opened = {file: read_tokens(file, reading) for file in found.files}
         sizes = {file: len(tokens) for file, (tokens, _) in opened.items()}
-        dtype = opened[found.files[0]][0].dtype.name
-        facts: JsonObject = {"ids": known.vocab_size, "dtype": dtype}
-        total, train = sum(sizes.values()), sum(sizes[file] for file in found.train)
+        counts, dtype = [*sizes.values()], opened[found.files[0]][0].dtype.name
+        facts: JsonObject = {"ids": known.vocab_size, "dtype": dtype, "eot": known.eot_id}
+        total, train = sum(counts), sum(counts[: len(found.train)])
         if folder == path and not (found.left_out or options.val):  # totals are of all files there
             facts |= {"files": len(sizes), "tokens": total, "train": train, "val": total - train}
+            facts["names"] = [file.name for file in sizes]
+            facts["chunk"] = counts[0] if len({*counts[:-1]}) == 1 else None
         check_metadata(folder / METADATA, metadata, facts)
         for note in dict.fromkeys(note for _, note in opened.values() if note):
             progress.say(note)
@@ -237,10 +239,10 @@ def import_tokens(
                 written.write(pieces(), task)
             _require_both(writer, f"{path} contains", "Set --split 'tail 0.5', or import more.")
             if options.documents == "end-of-text" and not written.num_ends:
-                by_chunk = " With --documents chunk, each file is a document."
+                by_chunk = " With --documents chunk, each file is a document." * (len(sizes) > 1)
                 progress.say(
                     f"No file contains the end-of-text token (id {known.eot_id}), so each split "
-                    f"is a single document.{by_chunk * (len(sizes) > 1)}"
+                    f"is a single document.{by_chunk}"
                 )
             if _stats(found.files) != before:
                 raise DataError(
@@ -248,7 +250,7 @@ def import_tokens(
                     fix="Run the same command again once nothing writes there.",
                 )
             manifest = writer.finish(source=source, split_rule=source["split"])
-    return Prepared(out, time.perf_counter() - started, manifest, existed)
+    return Prepared(out, time.perf_counter() - started, manifest, existed is not None)
 
 
 def write_dataset(
@@ -309,11 +311,17 @@ def _tokenizer(
     Raises: DataError when none is named and none is found, or it would have to be trained.
     """
     spec = options.tokenizer
-    named = next((metadata[key] for key in TOKENIZERS if isinstance(metadata.get(key), str)), None)
-    if spec is None and named is not None:
+    stated = {key: str(metadata[key]) for key in TOKENIZERS if metadata.get(key) is not None}
+    if spec is None and stated:
+        named, *others = stated.values()
         beside = (path if path.is_dir() else path.parent) / named
-        named = name_for("tokenizer", named, ["openai-community/gpt2"]) or named
-        spec = str(beside) if beside.exists() else named
+        known = [name_for("tokenizer", each, [GPT2]) or each for each in (named, *others)]
+        if len({*known}) > 1:
+            raise DataError(
+                f"metadata.json names different tokenizers: {json.dumps(stated)}.",
+                fix="Name the one that made the tokens: --tokenizer FILE.",
+            )
+        spec = str(beside) if beside.exists() else known[0]
         progress.say(f"metadata.json names the tokenizer {spec}.")
     if spec is None:
         raise DataError(

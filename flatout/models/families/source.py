@@ -16,8 +16,10 @@ from flatout.config.registry import ARCHITECTURES
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.exported import MODEL_TYPE
 from flatout.models.families.files import (
+    GET_AGAIN,
     SAFETENSORS,
     WEIGHTS,
+    candidates,
     open_tensors,
     optimizer_state,
     plain_name,
@@ -36,6 +38,7 @@ RESTORE = "Restore config.json from the model's repository."
 MOST_NAMED = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The fields of AdamW's state with the shape of a parameter."""
+UNKNOWN = "are not AdamW's of these parameters in a known order"
 HEADS = ("unembedding.weight", "token_embedding.weight")
 """The output head of flatout's models. A tied model has only the second."""
 
@@ -61,7 +64,8 @@ def is_foreign(init_from: str) -> bool:
     path = Path(init_from)
     if path.is_dir():
         is_own = kind_of(path) in ("run", "checkpoint", "dataset")
-        return not is_own and any((path / name).exists() for name in (CONFIG, *WEIGHTS))
+        has_usual = any((path / name).exists() for name in (CONFIG, *WEIGHTS))
+        return not is_own and (has_usual or bool(candidates(path)))
     known = recognise(path)
     return path.is_file() and (
         (path.suffix == SAFETENSORS and kind_of(path.parent) != "checkpoint")
@@ -90,44 +94,43 @@ def find_model(
     families = [ARCHITECTURES.get(name) for name in ARCHITECTURES.names()]
     is_configured = config.is_file() and (path.is_dir() or path.suffix in CONFIGURED)
     document = read_object(config, kind=CheckpointError, fix=RESTORE) if is_configured else {}
-    if not {"model_type", "architectures"} & document.keys():
-        files = open_tensors(path)
-        for family in families:
-            if (keys := family.recognise(files.shapes, files.others)) is not None:
-                return ForeignModel(path, family, _possible(keys, path, files.shapes))
-        if for_run:
-            return ForeignModel(path, None, {})
-        raise _unknown(path, files.shapes)
-    kind = document.get("model_type")
-    if "auto_map" in document and kind != MODEL_TYPE:
-        raise ConfigError(
-            f"{config} names code that defines the model (auto_map), but flatout never executes "
-            "code of a model's directory.",
-            fix="Start from a different model. If the model is one of the architectures of "
-            "docs/base-models.md, delete auto_map from config.json.",
-        )
-    if "quantization_config" in document:
-        raise ConfigError(
-            f"The weights of {path} are quantised (quantization_config in config.json).",
-            fix="Start from the weights before quantisation.",
-        )
-    family = next((family for family in families if kind in family.classes), None)
-    if family is None:
-        named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"
-        if kind and any("expert" in key for key in document):
-            named += "a mixture of experts, which flatout does not have"
-        elif kind:
-            named += "which flatout does not read"
-        raise ConfigError(f"The base model {named}.", fix=OTHER_MODEL)
     try:
+        if not {"model_type", "architectures"} & document.keys():
+            files = open_tensors(path)
+            for family in families:
+                if (keys := family.recognise(files.shapes, files.others)) is not None:
+                    return ForeignModel(path, family, _possible(keys, path, files.shapes))
+            if for_run:
+                return ForeignModel(path, None, {})
+            raise _unknown(path, files.shapes)
+        kind = document.get("model_type")
+        if "auto_map" in document and kind != MODEL_TYPE:
+            raise ConfigError(
+                f"{config} names code that defines the model (auto_map), but flatout never "
+                "executes code of a model's directory.",
+                fix="Start from a different model. If the model is one of the architectures of "
+                "docs/base-models.md, delete auto_map from config.json.",
+            )
+        if "quantization_config" in document:
+            raise ConfigError(
+                f"The weights of {path} are quantised (quantization_config in config.json).",
+                fix="Start from the weights before quantisation.",
+            )
+        family = next((family for family in families if kind in family.classes), None)
+        if family is None:
+            named = f"is of the architecture {kind!r}" if kind else f"has no model_type in {CONFIG}"
+            experts = ", a mixture of experts" * any("expert" in key for key in document)
+            raise ConfigError(
+                f"The base model {named}{experts}, which flatout does not read.", fix=OTHER_MODEL
+            )
         keys = family.keys(document)
         if whole or not init_from.startswith(PREFIX):
             _possible(keys, path, open_tensors(path).shapes)
         return ForeignModel(path, family, keys)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{config} has a value of the wrong type or size: {error}.",
-            fix=RESTORE,
+            f"{config if document else path} has a value of the wrong type or size: {error}.",
+            fix=RESTORE if document else GET_AGAIN,
         ) from error
 
 
@@ -150,11 +153,10 @@ def _possible(keys: JsonObject, path: Path, shapes: Shapes) -> JsonObject:
 def _unknown(path: Path, shapes: Collection[str], problem: str = "") -> CheckpointError:
     first = shortened(sorted(shapes), MOST_NAMED)
     return CheckpointError(
-        f"No config.json tells the architecture of {path}, and its tensors ({first}) do not "
-        f"either{problem}.",
-        fix="Put the model's config.json next to the weights, as model.safetensors or "
-        "pytorch_model.bin. If it is a module of your own, adapt it (docs/extend.md), and set "
-        f"model.kind and its keys. {OTHER_MODEL}",
+        f"The tensors of {path} ({first}) do not tell its architecture{problem}.",
+        fix="If it is a module of your own, adapt it (docs/extend.md), and set model.kind and its "
+        "keys. If it has a config.json, put both into one directory, with the weights as "
+        f"model.safetensors or pytorch_model.bin. {OTHER_MODEL}",
     )
 
 
@@ -222,26 +224,26 @@ class ForeignWeights:
         shapes = self._files.shapes
         try:
             state = optimizer_state(self.path, self._files.others)
-            if state is None:
-                return None
-            if isinstance(state, list):
-                return "are of several optimizers"
+        except CheckpointError as error:
+            return f"cannot be read: {error.what.rstrip('.')}"
+        if state is None:
+            is_last = (self.path / "training_args.bin").exists()
+            return "are in its checkpoints, not beside the final model" if is_last else None
+        if isinstance(state, list):
+            return f"are of {len(state)} optimizers"
+        try:
             groups = state["param_groups"]
             kept = [state["state"][number] for group in groups for number in group["params"]]
             parts = {name: [*map(self._stored, self._maps[name].foreign)] for name in names}
             order = [*chain(*parts.values())]
             if len(groups) == 2:
                 order.sort(key=lambda part: len(shapes[part]) < 2)
-            found = dict(zip(order, kept, strict=False))
+            found = dict(zip(order, kept, strict=True))
             pairs = [(found[part][key], shapes[part]) for part in found for key in MOMENTS]
-            if (
-                len(kept) != len(order)
-                or len(groups) > 2
-                # transformers has the biases of queries before the norms
-                or any("q_proj.bias" in part for part in order)
-                or any(moment.shape != shape for moment, shape in pairs)
-            ):
-                return "are not of these parameters in a known order"
+            # transformers has the biases of queries before the norms
+            has_biases = any("q_proj.bias" in part for part in order)
+            if has_biases or len(groups) > 2 or any(one.shape != shape for one, shape in pairs):
+                return UNKNOWN
             if not all(moment.isfinite().all() for moment, _ in pairs) or not all(
                 one["exp_avg_sq"].min() >= 0 <= one["step"] < math.inf for one in kept
             ):
@@ -256,10 +258,8 @@ class ForeignWeights:
                 | {"step": found[own[0]]["step"]}
                 for name, own in parts.items()
             }
-        except KeyError:
-            return "are not AdamW's of every parameter"
-        except Exception as error:
-            return f"cannot be read: {shortened(str(error).split(), 12, ' ')}"
+        except Exception:  # the file may contain anything in its place
+            return UNKNOWN
 
     def require_fit(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that every tensor of flatout's model, with these shapes, has its values here.
@@ -298,12 +298,11 @@ class ForeignWeights:
         if problems:
             listed = shortened(problems, MOST_NAMED, "; ")
             own_head = self._maps[HEADS[0]].foreign[0] if HEADS[0] in self._maps else ""
-            lacks_head = own_head in wanted and own_head not in there
             raise CheckpointError(
                 f"The tensors of {self.path} do not fit its configuration: {listed}.",
                 fix="If the model uses its embedding as the output head, set tie_word_embeddings "
                 f"to true in its config.json. Otherwise get the file with {own_head}."
-                if lacks_head and len(problems) == 1
+                if problems == [f"it has no {own_head}"]
                 else "Get all files again from where the model was published.",
             )
         own = next((key for key in HEADS if key in self._maps), "")
@@ -312,9 +311,11 @@ class ForeignWeights:
                 source = "the embedding" if own == HEADS[1] else self._maps[own].foreign[0]
                 raise CheckpointError(
                     f"{self.path} has an output head, {name}, with other values than {source}, "
-                    "which its configuration (tie_word_embeddings) makes the head.",
+                    "which its configuration makes the head.",
                     fix="If the model has a separate head, set tie_word_embeddings to false in "
-                    f"its config.json. Otherwise remove {name}.",
+                    f"its config.json. Otherwise remove {name}."
+                    if self._family and self._family.classes
+                    else OTHER_MODEL,
                 )
 
     def _stored(self, name: str) -> str:

@@ -182,10 +182,10 @@ def required(document: JsonObject, key: str, kind: type | tuple[type, ...] = int
     value = document.get(key)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(
-            f"config.json of the base model sets {key}={value!r}, which is not {_KINDS[kind]}."
+            f"The base model's configuration sets {key}={value!r}, which is not {_KINDS[kind]}."
             if key in document
-            else f"config.json of the base model has no {key}.",
-            fix="Restore config.json from the model's repository.",
+            else f"The base model's configuration has no {key}.",
+            fix="Restore the model's files from where it was published.",
         )
     return value
 
@@ -198,7 +198,7 @@ def require(document: JsonObject, key: str, *values: Any) -> None:
     value = document.get(key)
     if value is not None and value not in values:
         raise ConfigError(
-            f"The base model has {key}={value!r} in config.json. flatout reads "
+            f"The base model has {key}={value!r} in its configuration. flatout reads "
             f"{' or '.join(map(repr, values))}.",
             fix=OTHER_MODEL,
         )

@@ -159,6 +159,22 @@ def test_tokens_of_any_kind_beside_the_config_are_answered_with_their_import(tmp
     assert f"flatout import {tmp_path}/some.npy --out data/some" in found.items[1].note
 
 
+def test_tokens_of_nanogpt_are_found_in_the_data_directory_that_it_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "ows").mkdir(parents=True)
+    for name in ("train", "val"):
+        np.arange(20, dtype="uint16").tofile(tmp_path / "data" / "ows" / f"{name}.bin")
+    found, _ = converted(tmp_path, {"weight_decay": 0.1, "dataset": "ows"})
+    line = "`flatout import data/ows --out data/ows-imported --tokenizer FILE`"
+    assert found.items[1].note.startswith(f"Import it: {line}")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "my.yaml").unlink()
+    monkeypatch.chdir(tmp_path / "config")
+    (tmp_path / "config" / "old.yaml").write_text("{weight_decay: 0.1, dataset: ows}")
+    found = convert_config("old.yaml", "my.yaml")
+    assert "`flatout import ../data/ows --out data/ows" in found.items[1].note
+
+
 def test_no_file_is_replaced(old, tmp_path):
     (tmp_path / "my.yaml").write_text("name: mine\n")
     with pytest.raises(OutputInUse, match="exists"):
@@ -208,9 +224,12 @@ def test_a_config_of_deepspeed_is_converted(tmp_path):
                 "aio": {"block_size": 1048576},
                 "tensor_parallel": {"autotp_size": 2, "dtype": "fp16"},
                 "pipeline": {"stages": "auto", "seed_layers": False, "partition": "best"},
-                "compile": {"deepcompile": True},
+                "compile": {"deepcompile": True, "enabled": True},
                 "torch_autocast": {"enabled": False, "dtype": "float16"},
                 "comet": {"enabled": True, "project": "x"},
+                "csv_monitor": {"enabled": True, "output_path": "x"},
+                "eigenvalue": {"enabled": False, "verbose": True},
+                "progressive_layer_drop": {"enabled": True, "theta": 0.5},
                 "wandb": {"enabled": False, "team": "us", "group": "g"},
             }
         )
@@ -228,6 +247,12 @@ def test_a_config_of_deepspeed_is_converted(tmp_path):
     assert outcomes["zero_optimization.offload_param.device"] == "by_hand"
     assert outcomes["aio"] == outcomes["zero_optimization.offload_param.nvme_path"] == "missing"
     assert "unknown" not in outcomes.values()
+    notes = {item.key: item.note for item in made.items}
+    assert outcomes["csv_monitor"] == outcomes["eigenvalue"] == "unnecessary"
+    assert "metrics.jsonl" in notes["csv_monitor"]
+    assert notes["eigenvalue"] == "It is off."
+    assert notes["compile.enabled"] == "flatout does this by default."
+    assert outcomes["progressive_layer_drop"] == "missing"
 
 
 def test_a_long_key_is_shown_whole_and_a_long_value_is_cut():

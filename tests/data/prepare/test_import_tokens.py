@@ -13,6 +13,7 @@ import pytest
 import torch
 from texts import byte_level_json
 
+from flatout.cli.commands.prepare import prepare
 from flatout.cli.commands.verify import verify
 from flatout.data import tokenizers
 from flatout.data.prepare import import_tokens as importing
@@ -279,7 +280,7 @@ def test_names_decide_the_split(tmp_path, files, train, val):
 @pytest.mark.parametrize(
     ("files", "arguments", "wanted"),
     [
-        ([], ["absent"], "There is no file or directory"),
+        ([], ["absent"], "There is no file "),
         (["a/b.txt"], ["a"], "has no token files"),
         (["a.txt"], ["a.txt"], "is not a token file of a known format"),
         (["val.bin"], ["."], "contains only tokens for validation"),
@@ -318,17 +319,19 @@ OBJECTS = np.array([{"a": 1}, None], dtype=object)
     ("name", "content", "wanted"),
     [
         ("a.pt", torch.tensor([1.0]), "contains float32, not integers"),
+        ("a.pt", {"model": {"w": torch.zeros(3)}}, "has 0 keys of tokens"),
+        ("a.pt", {"w": torch.zeros(3), "b": torch.zeros(1)}, "has 0 keys of tokens"),
         ("a.pt", torch.tensor([True]), "contains bool, not integers"),
         ("a.pt", torch.zeros(2, 2, 2).int(), r"has the shape \(2, 2, 2\)"),
         ("a.pt", torch.tensor(4), r"has the shape \(\)"),
         ("a.pt", torch.tensor([1, 2, 257]), "token 2: the id 257 is outside the vocabulary"),
         ("a.pt", torch.tensor([1, -1, 2]), "token 1: the id -1 is outside the vocabulary"),
-        ("a.pt", {"tokens": [1]}, "has 0 keys of tensors"),
-        ("a.pt", {"a": torch.tensor([1]), "b": torch.tensor([2])}, "has 2 keys of tensors"),
-        ("a.pt", Evil(), "more than tensors, and code in a file is never run"),
-        ("a.pt", bytearray(9), "contains a bytearray, not a dense tensor|more than tensors"),
-        ("a.pt", b"no pickle", "cannot be read as a tensor: "),
-        ("a.pt", b"", "cannot be read as a tensor: "),
+        ("a.pt", {"tokens": [1]}, "has 0 keys of tokens"),
+        ("a.pt", {"a": torch.tensor([1]), "b": torch.tensor([2])}, "has 2 keys of tokens"),
+        ("a.pt", Evil(), "Reading them would execute code"),
+        ("a.pt", bytearray(9), "contains a bytearray, not a dense tensor|execute code"),
+        ("a.pt", b"no pickle", "execute code|: "),
+        ("a.pt", b"", "the file is empty or truncated"),
         ("a.pt", torch.zeros(4).int().to_sparse(), "not a dense tensor"),
         ("a.pt", torch.empty(4, dtype=torch.int64, device="meta"), "not a dense tensor"),
         ("a.npy", np.zeros(5), "contains float64, not integers"),
@@ -452,7 +455,7 @@ def test_tokens_of_every_kind_of_tokenizer_are_imported(chunks, imported, tmp_pa
     documents = [[*known.encode(text), known.eot_id] for text in TEXTS]
     whole = [token for document in documents for token in document]
     third = len(whole) // 3
-    metadata = {"vocab_size": 50_304, "total_tokens": len(whole), "author": None}
+    metadata = {"vocab_size": 320, "total_tokens": len(whole), "author": None}
     if kind == "metadata":
         metadata["tokenizer_name"] = os.path.relpath(path, tmp_path / "chunks")
     folder = chunks(
@@ -496,9 +499,26 @@ def test_metadata_may_lie_above_the_splits_and_use_another_tools_name_of_a_token
         ({"total_tokens": 9}, "has total_tokens 9. There are 4 tokens."),
         ({"num_tokens": True}, "has num_tokens true. There are 4 tokens."),
         ({"num_chunks": 7}, "has num_chunks 7. The number of files is 2."),
+        ({"num_sequences": 0}, "has num_sequences 0. There is at least 1."),
+        ({"num_sequences": 9}, "has num_sequences 9. There are 4 tokens."),
+        ({"chunk_size": 3}, "has chunk_size 3. All files but the last have 2 tokens."),
+        ({"chunk_size": 0}, "has chunk_size 0. All files but the last have 2 tokens."),
+        (
+            {"chunks": ["chunk_000000.pt", "chunk_000009.pt"]},
+            'has chunks ["chunk_000009.pt"]. Those the directory lacks, and it has '
+            "['chunk_000001.pt'] besides.",
+        ),
+        (
+            {"chunks": ["a/chunk_000000.pt"]},
+            "has chunks []. Those the directory lacks, and it has ['chunk_000001.pt'] besides.",
+        ),
         ({"vocab_size": 100}, "has vocab_size 100. The tokenizer has 257 ids."),
-        ({"eos_token_id": 257}, "has eos_token_id 257. The tokenizer has 257 ids."),
-        ({"eos_token_id": True}, "has eos_token_id true. The tokenizer has 257 ids."),
+        (
+            {"vocab_size": 50257},
+            "has vocab_size 50257. With padding, the tokenizer has at most 1281 ids.",
+        ),
+        ({"eos_token_id": 0}, "has eos_token_id 0. The end-of-text token of the tokenizer is 256."),
+        ({"eos_token_id": True}, "has eos_token_id true. The end-of-text token of the"),
         ({"dtype": "torch.uint16"}, 'has dtype "uint16". The tokens are int64.'),
         (
             {"num_sequences": 3, "sequence_length": 2},
@@ -533,6 +553,8 @@ def test_metadata_that_agrees_with_the_chunks_is_accepted(chunks, imported):
         "eos_token_id": 256,
         "vocab_size": 320,
         "splits": {"train": {"num_tokens": 4}, "val": 0.1, "test": 17},
+        "chunk_size": 1,
+        "chunks": ["old/chunk_000000.pt", "old/chunk_000001.pt"],
     }
     assert imported(chunks({0: [1, 2], 1: [3, 4]}, metadata)).train == [1, 2, 3]
 
@@ -565,6 +587,44 @@ def test_the_type_that_metadata_states_is_that_of_files_without_a_header(tmp_pat
         imported(folder, out="other", dtype="uint32")
 
 
+@pytest.mark.parametrize(
+    ("chunk_size", "lists"), [(2, [{"file": "chunk_000000.pt"}] * 2), (1, [2, 2]), (2, [])]
+)
+def test_lists_of_other_things_than_names_are_not_compared(chunks, imported, chunk_size, lists):
+    metadata = {"chunk_size": chunk_size, "chunks": lists}
+    assert imported(chunks({0: [1, 2], 1: [3, 4]}, metadata)).train == [1, 2, 3]
+
+
+def test_a_tokenizer_that_metadata_names_twice_must_be_the_same(chunks, imported, tmp_path):
+    metadata = {"tokenizer": "byte", "tokenizer_name": "gpt2"}
+    folder = chunks({0: [1, 2, 3]}, metadata)
+    with pytest.raises(DataError) as caught:
+        imported(folder, tokenizer=None)
+    assert json.dumps(metadata) in caught.value.what
+    assert "--tokenizer" in caught.value.fix
+    assert imported(folder, split="tail 0.4").train == [1]
+    (folder / "metadata.json").write_text('{"tokenizer": "byte", "tokenizer_name": "byte"}')
+    assert imported(folder, tokenizer=None, split="tail 0.4", out="same").train == [1]
+    (folder / "metadata.json").write_text('{"tokenizer": 5}')
+    with pytest.raises(DataError, match="5"):
+        imported(folder, tokenizer=None, out="other")
+
+
+@pytest.mark.parametrize(("name", "writer"), [("a.npy", npy), ("a.bin", raw), ("a.pt", pt)])
+def test_a_field_of_a_file_without_keys_is_an_error(tmp_path, imported, nothing_kept, name, writer):
+    with pytest.raises(DataError, match=f"{name} has no key 'x'") as caught:
+        imported(writer(tmp_path / name, list(range(20))), field="x")
+    assert caught.value.fix == "Remove --field."
+
+
+def test_a_checkpoint_is_answered_with_the_key_that_starts_a_run_from_it(tmp_path, imported):
+    for number, content in enumerate(({"model": {}}, {"w": torch.zeros(2), "v": torch.zeros(2)})):
+        torch.save(content, tmp_path / f"{number}.pt")
+        with pytest.raises(DataError) as caught:
+            imported(tmp_path / f"{number}.pt")
+        assert f"train.init_from={tmp_path}/{number}.pt" in caught.value.fix
+
+
 def write_arrow(path, rows):
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
@@ -588,3 +648,18 @@ def test_a_dataset_that_datasets_saved_is_imported_by_its_splits(imported, tmp_p
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(DataError, match="cannot be read as Arrow"):
         read_tokens(damaged, Reading(257))
+
+
+def test_text_that_datasets_saved_is_answered_with_the_command_that_prepares_it(imported, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": ["one two", "three"] * 200})
+    path = tmp_path / "saved/data-00000-of-00001.arrow"
+    path.parent.mkdir()
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    with pytest.raises(DataError, match="has 0 keys of tokens") as caught:
+        imported(path.parent)
+    source = f"{path.parent}/*.arrow"
+    assert f"`flatout prepare '{source}' --out data/saved`" in caught.value.fix
+    made = prepare([source], tmp_path / "prepared", tokenizer="byte")
+    assert made.documents == 400

@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from flatout.errors import CheckpointError
-from flatout.models.families.files import open_tensors, plain_name, weight_files
+from flatout.models.families.files import (
+    open_tensors,
+    plain_name,
+    require_checksums,
+    weight_files,
+)
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.arange(3).bfloat16()}
 
@@ -37,6 +42,9 @@ def require_weights(found):
 )
 def test_one_file_is_found_in_its_directory(tmp_path, name):
     path = write(tmp_path, name)
+    for other in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"):
+        write(tmp_path, other)
+    (tmp_path / "log.txt").write_text("step 1")
     require_weights(open_tensors(tmp_path))
     require_weights(open_tensors(path))
 
@@ -69,6 +77,19 @@ def test_an_index_without_usable_names_is_rejected(tmp_path, document):
         open_tensors(tmp_path)
 
 
+def test_several_files_are_named_and_how_to_choose(tmp_path):
+    for number in range(7):
+        write(tmp_path, f"step_{number}.pt")
+    with pytest.raises(CheckpointError) as caught:
+        open_tensors(tmp_path)
+    assert caught.value.what == (
+        f"{tmp_path} has several files that may be its weights: step_0.pt, step_1.pt, step_2.pt, "
+        "step_3.pt, step_4.pt, and 2 more."
+    )
+    assert f"train.init_from={tmp_path}/step_6.pt" in caught.value.fix
+    require_weights(open_tensors(tmp_path / "step_6.pt"))
+
+
 def test_safetensors_come_before_pickles(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no weights"):
@@ -78,7 +99,9 @@ def test_safetensors_come_before_pickles(tmp_path):
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
-@pytest.mark.parametrize("nested", [None, "model", "state_dict", "model_state_dict", "module"])
+@pytest.mark.parametrize(
+    "nested", [None, "model", "state_dict", "model_state_dict", "module", "net"]
+)
 def test_the_weights_of_a_training_program_are_found(tmp_path, nested):
     document = WEIGHTS if nested is None else {nested: OrderedDict(WEIGHTS), "iter_num": 7}
     found = open_tensors(write(tmp_path, "last.pt", document))
@@ -117,17 +140,41 @@ def test_pickled_code_is_rejected_and_not_executed(tmp_path):
         with pytest.raises(CheckpointError, match=r"Python code or objects.*execute code\."):
             open_tensors(path)
     assert not (tmp_path / "executed").exists()
-    for document in (torch.zeros(3), {"step": 3}, [torch.zeros(3)]):
-        with pytest.raises(CheckpointError, match="contains no tensors by name"):
+    for document in (torch.zeros(3), [torch.zeros(3)], {}):
+        with pytest.raises(CheckpointError, match=r"contains no tensors by name\. Fix: Save"):
             open_tensors(write(tmp_path, "x.pt", document))
+    with pytest.raises(CheckpointError, match=r"by name: its keys are step, other\. Fix: Save"):
+        open_tensors(write(tmp_path, "x.pt", {"step": 3, "other": WEIGHTS}))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_damaged_file_is_rejected(tmp_path, name):
     path = write(tmp_path, name)
     path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(CheckpointError, match="Cannot read the weights of"):
+    with pytest.raises(CheckpointError, match="Cannot read "):
         open_tensors(tmp_path)
+
+
+def test_a_changed_byte_of_a_tensor_is_found_by_its_checksum(tmp_path):
+    """torch.load does not check it. Files may lack checksums, and old ones are no archives."""
+    for kind in ("zip", "old", "without"):
+        torch.serialization.set_crc32_options(kind != "without")
+        try:
+            path = tmp_path / f"{kind}.pt"
+            torch.save(WEIGHTS, path, _use_new_zipfile_serialization=kind != "old")
+        finally:
+            torch.serialization.set_crc32_options(True)
+        require_checksums(path)
+        whole = path.read_bytes()
+        value = WEIGHTS["a.weight"].numpy().tobytes()
+        offset = whole.index(value) + 9
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        assert not torch.equal(open_tensors(path).read("a.weight"), WEIGHTS["a.weight"])
+        if kind == "zip":
+            with pytest.raises(CheckpointError, match=r"zip\.pt is damaged: zip/data/0 in it does"):
+                require_checksums(path)
+        else:
+            require_checksums(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])

@@ -5,7 +5,7 @@ import torch
 from foreign_models import TOKENS, draw, empty_model
 from torch.nn import functional
 
-from flatout.errors import ConfigError
+from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families import nanogpt
 from flatout.models.families.source import ForeignWeights, find_model
 
@@ -94,3 +94,33 @@ def test_more_layers_than_tensors_are_an_error_before_a_model_is_built(tmp_path)
     torch.save(checkpoint(n_layer=10**9), tmp_path / "ckpt.pt")
     with pytest.raises(ConfigError, match="states a model of at least 32,0"):
         find_model(str(tmp_path / "ckpt.pt"), for_run=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        ({"n_layer": "two"}, "sets n_layer='two', which is not a whole number"),
+        ({"bias": 3}, "has bias=3 in its configuration"),
+        ({5: 1, "rope": 1}, r"ckpt\.pt has a value of the wrong type"),
+        ({"n_embd": None}, "sets n_embd=None"),
+    ],
+)
+def test_wrong_arguments_are_not_blamed_on_a_config_json(tmp_path, arguments, about):
+    document = checkpoint()
+    document["model_args"] |= arguments
+    torch.save(document, tmp_path / "ckpt.pt")
+    with pytest.raises(ConfigError, match=about) as caught:
+        find_model(str(tmp_path / "ckpt.pt"))
+    assert "config.json" not in str(caught.value)
+
+
+def test_a_head_of_its_own_is_not_blamed_on_a_config_json(tmp_path):
+    document = checkpoint()
+    document["model"]["_orig_mod.lm_head.weight"] = torch.zeros(61, 32)
+    torch.save(document, tmp_path / "ckpt.pt")
+    found = find_model(str(tmp_path / "ckpt.pt"))
+    model = empty_model(found.keys)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="with other values than the embedding") as caught:
+        ForeignWeights(found, model).require_fit(shapes)
+    assert "config.json" not in str(caught.value)

@@ -47,6 +47,11 @@ def test_models_of_other_programs_are_distinguished_from_runs(theirs, tmp_path):
     torch.save({}, tmp_path / "only" / "ckpt.pt")
     assert is_foreign(str(tmp_path / "only"))
     assert is_foreign(str(tmp_path / "only" / "ckpt.pt"))
+    torch.save({}, tmp_path / "only" / "any.pt")
+    (tmp_path / "only" / "ckpt.pt").unlink()
+    assert is_foreign(str(tmp_path / "only")), "one file beside chunks"
+    torch.save({}, tmp_path / "only" / "other.pt")
+    assert is_foreign(str(tmp_path / "only")), "which of them is asked later"
     (tmp_path / "only" / "train.bin").write_bytes(bytes(range(256)))
     assert not is_foreign(str(tmp_path / "only" / "train.bin"))
     for name in ("config.yaml", "index.json"):
@@ -298,7 +303,7 @@ def test_code_of_the_directory_is_never_imported(theirs, monkeypatch):
     [
         ('{"model_type": "lama"}', ConfigError, "architecture 'lama', which flatout does not read"),
         ('{"model_type": "mixtral", "num_local_experts": 8}', ConfigError, "a mixture of experts"),
-        ("{}", CheckpointError, "No config.json tells the architecture"),
+        ("{}", CheckpointError, "do not tell its architecture"),
         ("[]", CheckpointError, "not a JSON object"),
         ("{", CheckpointError, "not JSON"),
     ],
@@ -311,7 +316,7 @@ def test_other_files_named_config_are_rejected(theirs, text, error, message):
 
 def test_a_file_of_unknown_tensors_is_rejected(tmp_path):
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"and its tensors \(a, b\) do not either"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors \(a, b\) do not tell"):
         find_model(str(tmp_path / "x.safetensors"))
 
 
