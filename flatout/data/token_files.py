@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -51,13 +50,6 @@ KEYLESS = "Remove --field."
 INTEGERS = "Name token ids of an integer type."
 MOST_PADDING = 1024
 """Ids by which the vocabulary of a model may be larger than its tokenizer's."""
-COMPARED: dict[str, Callable[[Any, Any], bool]] = {
-    "equal": operator.eq,
-    "at least": operator.ge,
-    "at most": operator.le,
-    "a divisor of": lambda stated, tokens: stated and not tokens % stated,
-}
-"""How what is stated must compare with what is found."""
 _SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|test)(?=[_.-]|$)")
 _LLM_C_BYTES = 1024
 """The header of llm.c: the magic number, the version, the number of tokens, and zeros."""
@@ -241,7 +233,7 @@ def check_metadata(path: Path, stated: JsonObject, found: JsonObject) -> None:
         if isinstance(value, list):  # of names
             named = {Path(one).name for one in value if isinstance(one, str)}
             value, fact = sorted(named - {*fact}), sorted({*fact} - named) if named else []
-        if isinstance(value, bool) or not COMPARED[row["is"]](value, fact):
+        if isinstance(value, bool) or not getattr(operator, row["is"])(value, fact):
             raise DataError(
                 f"{path} has {key} {json.dumps(value)}. {row['there'].format(fact)}",
                 fix=row["fix"],

@@ -12,16 +12,16 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 96_986,
-    "data": 59_049,
-    "training": 55_504,
-    "cli": 24_155,
-    "models": 23_231,
+    "measure": 96_978,
+    "data": 59_236,
+    "training": 55_543,
+    "cli": 24_152,
+    "models": 23_191,
     "assembly": 17_258,
-    "config": 10_467,
+    "config": 10_486,
     "ops": 14_026,
     "inference": 8_339,
-    "storage": 11_280,
+    "storage": 11_459,
     "distributed": 8_348,
     "optim": 5_706,
     "speedups": 3_984,

@@ -240,7 +240,5 @@ def rows_of(document_ends: Array, seq_len: int) -> tuple[Array, Array]:
 
 def row_lengths(seq_len: int) -> list[int]:
     """Return the row lengths, ascending: seq_len and its whole halves down to SHORTEST."""
-    lengths = [seq_len]
-    while len(lengths) < MOST_LENGTHS and lengths[0] % 2 == 0 and lengths[0] // 2 >= SHORTEST:
-        lengths.insert(0, lengths[0] // 2)
-    return lengths
+    halves = (seq_len >> n for n in range(MOST_LENGTHS) if not seq_len % (1 << n))
+    return sorted(each for each in halves if each >= min(SHORTEST, seq_len))

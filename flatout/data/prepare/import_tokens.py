@@ -215,7 +215,6 @@ def import_tokens(
         if folder == path and not (found.left_out or options.val):  # totals are of all files there
             facts |= {"files": len(sizes), "tokens": total, "train": train, "val": total - train}
             facts["names"] = [file.name for file in sizes]
-            facts["chunk"] = counts[0] if len({*counts[:-1]}) == 1 else None
         check_metadata(folder / METADATA, metadata, facts)
         for note in dict.fromkeys(note for _, note in opened.values() if note):
             progress.say(note)

@@ -273,19 +273,19 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
         return []
     world, each = target.world_size, min(target.machine.gpus_per_node, target.world_size)
     contexts = [1] if requested.data.seq_len < LONG else [1, 2, 4, 8]
-    keys = ("parallel.shard", "parallel.context", "parallel.tensor")
-    every = product(sorted({1, each, world}), contexts, sorted({1, each}))
-    tried = [
-        {key: size for key, size in zip(keys, sizes, strict=True) if size > 1} or {keys[0]: 1}
-        for shard, context, tensor in every
+    keys = [f"parallel.{name}" for name in ("shard", "context", "tensor", "pipeline")]
+    sizes = [
+        (shard // tensor, context, tensor, 1)
+        for shard, context, tensor in product(sorted({1, each, world}), contexts, sorted({1, each}))
         if 1 in (context, tensor) and (context * tensor == 1 or (shard > 1 and not shard % context))
-        for sizes in [(shard // tensor, context, tensor)]
     ]
     stages = (2, 4, 8, 16) if world > each else ()
-    for size, tensor, schedule in product(stages, {1, each}, ("1f1b", "interleaved")):
-        sizes = {"shard": world // (size * tensor), "tensor": tensor, "pipeline": size}
-        mesh: dict[str, Any] = {f"parallel.{key}": n for key, n in sizes.items() if n > 1}
-        tried.append(mesh | {"parallel.pipeline_schedule": schedule})
+    sizes += [(world // (n * tensor), 1, tensor, n) for n in stages for tensor in {1, each}]
+    tried: list[dict[str, Any]] = [
+        {key: n for key, n in zip(keys, one, strict=True) if n > 1} or {keys[0]: 1} for one in sizes
+    ]
+    interleaved = {"parallel.pipeline_schedule": "interleaved"}
+    tried += [mesh | interleaved for mesh in tried if keys[-1] in mesh]
     found = target.alternatives(requested, tried)
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,6 @@ class TensorFiles:
     shapes: dict[str, tuple[int, ...]]
     others: JsonObject
     """The other values of a file of torch.save, such as nanoGPT's `model_args`."""
-
-    def inside(self, prefix: str) -> TensorFiles:
-        """Return the tensors whose names start with `prefix`, without it."""
-        short = {name: name.removeprefix(prefix) for name in self.shapes}
-        return replace(
-            self,
-            readers={short[name]: reader for name, reader in self.readers.items()},
-            shapes={short[name]: shape for name, shape in self.shapes.items()},
-        )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, in at least fp32.

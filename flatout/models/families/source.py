@@ -18,7 +18,6 @@ from flatout.models.families.exported import MODEL_TYPE
 from flatout.models.families.files import (
     GET_AGAIN,
     SAFETENSORS,
-    WEIGHTS,
     candidates,
     open_tensors,
     optimizer_state,
@@ -64,8 +63,7 @@ def is_foreign(init_from: str) -> bool:
     path = Path(init_from)
     if path.is_dir():
         is_own = kind_of(path) in ("run", "checkpoint", "dataset")
-        has_usual = any((path / name).exists() for name in (CONFIG, *WEIGHTS))
-        return not is_own and (has_usual or bool(candidates(path)))
+        return not is_own and ((path / CONFIG).exists() or bool(candidates(path)))
     known = recognise(path)
     return path.is_file() and (
         (path.suffix == SAFETENSORS and kind_of(path.parent) != "checkpoint")
@@ -181,12 +179,11 @@ class ForeignWeights:
         for name, tensor in model.state_dict(keep_vars=True).items():
             names.setdefault(id(tensor), []).append(name)
         starts = {plain_name(name).partition(".")[0] for own in names.values() for name in own}
-        there = {name.partition(".")[0] for name in self._files.shapes}
-        if len(there) == 1 and not there <= starts:  # the attribute that held the model
-            self._files = self._files.inside(f"{there.pop()}.")
-        maps = []
+        there = {"".join(name.partition(".")[:2]) for name in self._files.shapes}
+        prefix, maps = there.pop() if len(there) == 1 else "", []  # the attribute with the model
+        prefix *= prefix[-1:] == "." and prefix[:-1] not in starts
         for own in names.values():
-            first, *others = map(plain_name, own)
+            first, *others = (prefix + plain_name(name) for name in own)
             self._also[first] = tuple(others)
             maps.append(TensorMap(own[0], (first,), *SAME))
         return maps

@@ -501,8 +501,6 @@ def test_metadata_may_lie_above_the_splits_and_use_another_tools_name_of_a_token
         ({"num_chunks": 7}, "has num_chunks 7. The number of files is 2."),
         ({"num_sequences": 0}, "has num_sequences 0. There is at least 1."),
         ({"num_sequences": 9}, "has num_sequences 9. There are 4 tokens."),
-        ({"chunk_size": 3}, "has chunk_size 3. All files but the last have 2 tokens."),
-        ({"chunk_size": 0}, "has chunk_size 0. All files but the last have 2 tokens."),
         (
             {"chunks": ["chunk_000000.pt", "chunk_000009.pt"]},
             'has chunks ["chunk_000009.pt"]. Those the directory lacks, and it has '
@@ -553,7 +551,6 @@ def test_metadata_that_agrees_with_the_chunks_is_accepted(chunks, imported):
         "eos_token_id": 256,
         "vocab_size": 320,
         "splits": {"train": {"num_tokens": 4}, "val": 0.1, "test": 17},
-        "chunk_size": 1,
         "chunks": ["old/chunk_000000.pt", "old/chunk_000001.pt"],
     }
     assert imported(chunks({0: [1, 2], 1: [3, 4]}, metadata)).train == [1, 2, 3]
@@ -587,12 +584,10 @@ def test_the_type_that_metadata_states_is_that_of_files_without_a_header(tmp_pat
         imported(folder, out="other", dtype="uint32")
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "lists"), [(2, [{"file": "chunk_000000.pt"}] * 2), (1, [2, 2]), (2, [])]
-)
-def test_lists_of_other_things_than_names_are_not_compared(chunks, imported, chunk_size, lists):
-    metadata = {"chunk_size": chunk_size, "chunks": lists}
-    assert imported(chunks({0: [1, 2], 1: [3, 4]}, metadata)).train == [1, 2, 3]
+@pytest.mark.parametrize("listed", [[{"file": "chunk_000000.pt"}] * 2, [2, 2], []])
+def test_lists_of_other_things_than_names_are_not_compared(chunks, imported, listed):
+    made = imported(chunks({0: [1, 2], 1: [3, 4]}, {"chunks": listed}))
+    assert made.train == [1, 2, 3]
 
 
 def test_a_tokenizer_that_metadata_names_twice_must_be_the_same(chunks, imported, tmp_path):
