@@ -255,6 +255,19 @@ def test_a_config_of_deepspeed_is_converted(tmp_path):
     assert outcomes["progressive_layer_drop"] == "missing"
 
 
+@pytest.mark.parametrize(
+    ("value", "note"), [(True, "flatout does this by default."), (False, "It is off.")]
+)
+def test_compile_of_deepspeed_needs_nothing(tmp_path, value, note):
+    """It is off by default there."""
+    found, config = converted(
+        tmp_path, {"weight_decay": 0.1, "compile": {"enabled": value, "backend": "x", "kwargs": {}}}
+    )
+    assert [item.outcome for item in found.items[1:]] == ["unnecessary"] * 3
+    assert found.items[1].note == note
+    assert config.speedups == "auto"
+
+
 def test_a_long_key_is_shown_whole_and_a_long_value_is_cut():
     key = "zero_optimization.stage3_use_all_reduce_for_fetch_params"
     assert Item(key=key, value=True, outcome="unknown").shown() == f"{key}=True"
