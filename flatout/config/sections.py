@@ -153,8 +153,8 @@ class BatchConfig(Section):
     """Micro-batches per optimizer step."""
     by_tokens: bool = False
     """With the speedup length-buckets: mix documents of all lengths in a step, and give a
-    micro-batch as many of them as fit in rows_per_device x data.seq_len tokens, padded to the
-    longest of them. The other keys then count documents of at most data.seq_len tokens."""
+    micro-batch as many of them as fit in rows_per_device x data.seq_len tokens, padded to about
+    the longest of them. The other keys then count documents of at most data.seq_len tokens."""
 
     @property
     def chooses_rows(self) -> bool:

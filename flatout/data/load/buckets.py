@@ -11,7 +11,8 @@ step, in what order) is a function of (seed, epoch, lengths), evaluated on deman
 index into the plans of all epochs.
 
 `MixedSteps` draws the rows of a step from all lengths, and divides them into micro-batches of a
-limited number of tokens, each padded to its longest row. Any division of a step has the same rows.
+limited number of tokens, each padded to one of eight lengths for each power of two. Any division of
+a step has the same rows.
 
 Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
 """

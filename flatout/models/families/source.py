@@ -199,9 +199,10 @@ class ForeignWeights:
         Raises: CheckpointError when it cannot be read, or has NaN or infinite values.
         """
         one = self._maps[name]
-        parts = [self._files.read(self._stored(foreign)) for foreign in one.foreign]
-        for foreign, part in zip(one.foreign, parts, strict=True):
-            if not torch.isfinite(part).all():
+        parts = []
+        for foreign in one.foreign:
+            parts.append(self._files.read(self._stored(foreign)))
+            if not torch.isfinite(parts[-1]).all():
                 raise CheckpointError(
                     f"{foreign} of {self.path} contains values that are not finite.",
                     fix="Start from a different model: this one is damaged, or its training "
