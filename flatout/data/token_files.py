@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from flatout.storage.streams import shortened
 
 FIELDS = ("input_ids", "tokens", "token_ids", "ids")
 """Usual names of the field that contains the tokens."""
-DTYPES = ("uint16", "uint32", "uint64", "int16", "int32", "int64", "uint8")
+TokenType = Literal["uint16", "uint32", "uint64", "int16", "int32", "int64", "uint8"]
 """Types that files without a header may contain."""
 EXAMPLES = "train.bin, tokens.npy, chunk_000000.pt, data-00000-of-00001.arrow"
 METADATA = "metadata.json"
@@ -208,14 +209,14 @@ def _unknown(path: Path) -> DataError:
 
 
 def read_metadata(folder: Path) -> JsonObject:
-    """Return the metadata.json beside chunks, its dtype only if it is one of DTYPES.
+    """Return the metadata.json beside chunks, its dtype only if it is a TokenType.
 
     Raises: DataError when it is not a JSON object.
     """
     path, fix = folder / METADATA, "Repair it, or move it away: the import does not need it."
     stated = read_object(path, fix=fix) if path.exists() else {}
     dtype = str(stated.get("dtype")).rpartition(".")[2]
-    return stated | {"dtype": dtype if dtype in DTYPES else None}
+    return stated | {"dtype": dtype if dtype in get_args(TokenType) else None}
 
 
 def check_metadata(path: Path, stated: JsonObject, found: JsonObject) -> None:
@@ -359,10 +360,6 @@ def _field(names: Sequence[str], reading: Reading, path: Path, otherwise: str) -
 
 
 def _raw(path: Path, reading: Reading) -> Array:
-    if reading.dtype is not None and reading.dtype not in DTYPES:
-        raise DataError(
-            f"--dtype {reading.dtype!r} is not a type of tokens.", fix=f"Use {', '.join(DTYPES)}."
-        )
     fallback = "uint16" if reading.vocab_size <= 1 << 16 else "uint32"
     name = reading.dtype or guess_dtype(_sample(path), reading.vocab_size) or fallback
     dtype = np.dtype(name).newbyteorder("<")
@@ -371,7 +368,7 @@ def _raw(path: Path, reading: Reading) -> Array:
         raise DataError(
             f"{path} has {size:,} bytes, which is not a whole number of {dtype.name} tokens.",
             fix="Copy the file again: it is probably truncated. If its tokens have a different "
-            f"type, name it: --dtype {' or '.join(DTYPES[:3])}.",
+            "type, name it: --dtype uint16, uint32 or uint64.",
         )
     return np.memmap(path, dtype, "r")
 

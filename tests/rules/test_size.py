@@ -13,9 +13,9 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 96_978,
-    "data": 59_236,
+    "data": 59_222,
     "training": 55_543,
-    "cli": 24_152,
+    "cli": 24_160,
     "models": 23_183,
     "assembly": 17_252,
     "config": 10_486,

@@ -9,6 +9,7 @@ from flatout.cli.commands import Command, EndOfText, Pattern
 from flatout.cli.commands.prepare import Out, PrepareResult, result_of
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.prepare.import_tokens import Documents, ImportOptions, import_tokens
+from flatout.data.token_files import TokenType
 from flatout.progress import SILENT, Progress
 from flatout.storage.recognised import require_local
 
@@ -38,7 +39,7 @@ Split = Annotated[
 ]
 Validation = Annotated[Path | str | None, Option("Token files for validation.")]
 Dtype = Annotated[
-    str | None,
+    TokenType | None,
     Option(
         "The type of tokens in files without a header, such as uint16 (default: as a metadata.json "
         "states it, or guessed). With it, a file of any name may be one."
