@@ -51,7 +51,7 @@ KEYLESS = "Remove --field."
 INTEGERS = "Name token ids of an integer type."
 MOST_PADDING = 1024
 """Ids by which the vocabulary of a model may be larger than its tokenizer's."""
-_SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|test)(?=[_.-]|$)")
+_SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|dev|eval|test)(?=[_.-]|$)")
 _LLM_C_BYTES = 1024
 """The header of llm.c: the magic number, the version, the number of tokens, and zeros."""
 _SAMPLED_WORDS = 4096
@@ -111,8 +111,8 @@ def kind_of(path: Path) -> str | None:
 def find_tokens(path: Path, val: Path | None = None, *, is_raw: bool = False) -> Found:
     """Return the token files of a path: a file, or a directory of files or of directories.
 
-    In a directory of several, `val` in a name marks validation tokens, and `test` is omitted. A
-    file whose name shows no format has no header if it `is_raw`.
+    In a directory of several, `val`, `dev` or `eval` in a name marks validation tokens, and `test`
+    is omitted. A file whose name shows no format has no header if it `is_raw`.
 
     Raises: DataError when there are none, a chunk is missing, or formats are mixed.
     """
@@ -146,7 +146,7 @@ def _found(path: Path, *, is_raw: bool) -> Found:
         match = _SPLIT.search(entry.name.lower())  # the first such word. Else it is training
         word = match[1] if match else "train"
         if entry.name[0] != ".":
-            by_split["val" if word[0] == "v" else word[:5]] += files
+            by_split["val" if word[0] in "vde" else word[:5]] += files
     examples = {str(kind_of(file)): file for files in by_split.values() for file in files}
     if not examples:
         raise _unknown(path)

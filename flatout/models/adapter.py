@@ -6,6 +6,7 @@ Letters: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -26,6 +27,11 @@ from flatout.ops.cross_entropy import capped, of_logits
 ANY_LENGTH = 1_000_000
 EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): return MyModule(...)"
 
+TARGETS = re.compile("targ|label|tgt|^y$")
+"""Names of the second parameter of `forward` that gets the tokens. An optional one of a different
+name, such as a mask, does not.
+"""
+
 
 class AdaptedModel(LanguageModel):
     """Runs a module whose `forward(idx, targets)` or `forward(idx)` returns logits.
@@ -43,7 +49,12 @@ class AdaptedModel(LanguageModel):
         super().__init__(config, replace(ops, cross_entropy=_loss_of_logits))
         self.module = self._built()
         self.blocks = nn.ModuleList([_SingleDocument()])
-        self._takes_targets = len(inspect.signature(self.module.forward).parameters) > 1
+        parameters = [*inspect.signature(self.module.forward).parameters.values()]
+        self._takes_targets = any(
+            one.kind is one.POSITIONAL_OR_KEYWORD
+            and (one.default is one.empty or TARGETS.search(one.name))
+            for one in parameters[1:2]
+        )
 
     @property
     def layers(self) -> Sequence[nn.Module]:

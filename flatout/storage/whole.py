@@ -1,9 +1,9 @@
 """Whole directories: one with a manifest is complete, on this machine and at a URL.
 
-Here it is written beside its name and renamed: `NAME.part-...` is being written or deleted, and
-`NAME.old-...` is being replaced. A kill leaves one of them, which `sweep` deletes, or brings back
-when nothing has taken its name. What sends a directory to a URL sends the manifest last, and what
-fetches one keeps it in `NAME.pull` until it is complete, from where the next call continues.
+Here it is written beside its name and renamed: `NAME.part-RANDOM` is being written or deleted, and
+`NAME.old-RANDOM` is being replaced. A kill leaves one of them, which `sweep` deletes, or brings
+back when nothing has taken its name. What sends a directory to a URL sends the manifest last, and
+what fetches one keeps it in `NAME.pull` until it is complete, from where the next call continues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
-import os
 import secrets
 import shutil
 import zlib
@@ -34,6 +33,8 @@ from flatout.storage.remote.reading import open_remote, read_if_there
 
 MANIFEST = "manifest.json"
 OLD, PULL = ".old", ".pull"
+RANDOM = "-" + "[0-9a-f]" * 16
+"""The end of such a name, which nobody gives a directory by hand, as `model.old-2024`."""
 COMPRESSED = ".zst"
 
 
@@ -89,7 +90,7 @@ def _matches(path: Path, entry: FileEntry) -> bool:
 
 def beside(path: Path, kind: str = PART) -> Path:
     """Return a new name beside a directory, under which it does not count."""
-    return path.with_name(f"{path.name}{kind}-{secrets.token_hex(4)}")
+    return path.with_name(f"{path.name}{kind}-{secrets.token_hex(8)}")
 
 
 @contextmanager
@@ -147,8 +148,8 @@ def sweep(parent: Path, pattern: str) -> list[str]:
 
     A directory that was being replaced gets its name back if that is free.
     """
-    left = sorted(parent.glob(f"{pattern}{PART}-*"))
-    for old in sorted(parent.glob(f"{pattern}{OLD}-*")):
+    left = sorted(parent.glob(f"{pattern}{PART}*{RANDOM}"))
+    for old in sorted(parent.glob(f"{pattern}{OLD}{RANDOM}")):
         path = old.with_name(old.name.rpartition(OLD)[0])
         if path.exists():
             left.append(old)
@@ -294,8 +295,7 @@ def fetch(
             if type(error).__name__ != "ZstdError":
                 raise
             raise Altered(f"{url} is damaged: {error}.", fix=fix) from error
-        file.flush()
-        os.fsync(file.fileno())
+    sync(part)
     part.replace(target)
 
 

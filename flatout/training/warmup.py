@@ -124,8 +124,8 @@ def _passes(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Iterator[Callab
 
     for shape in run.loader.shapes:
         yield from [partial(train, *shape)] * PASSES
-    for shape in eval_shapes:
-        yield partial(evaluate, *shape)
+    for each in eval_shapes:
+        yield partial(evaluate, *each)
 
 
 def _attempt(work: Callable[[], object], stop: StopRequests | None) -> Exception | None:

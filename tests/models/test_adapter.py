@@ -177,6 +177,31 @@ class StopAt(Quiet):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class Masked(nn.Module):
+    """Logits that are 0 wherever the mask is."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+
+    def forward(self, idx, mask=None):
+        logits = self.table(idx)
+        return logits if mask is None else logits * mask[..., None]
+
+
+class WithOptions(Masked):
+    def forward(self, idx, **options):
+        return self.table(idx)
+
+
+@pytest.mark.parametrize("module", [Masked, WithOptions])
+def test_a_second_parameter_that_takes_no_targets_gets_none(module):
+    model_class = adapt(lambda vocab_size: module(vocab_size))
+    model = model_class(model_class.check({"vocab_size": 7}, seq_len=4), Ops.plain())
+    tokens = torch.tensor([[0, 1, 2, 3]])
+    torch.testing.assert_close(model.logits(tokens), model.module.table(tokens))
+
+
 class Returns(nn.Module):
     def __init__(self, returned):
         super().__init__()

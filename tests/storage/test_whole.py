@@ -29,6 +29,10 @@ from flatout.storage.whole import (
 )
 
 URL = "faulty://bucket/set"
+A, B = "a" * 16, "b" * 16
+"""What ends the names of unfinished directories."""
+OTHERS = ["out.pull", f"outer.part-{A}", f"x.old-{A}"]
+BY_HAND = ["out.old-20241130", "out.old-best", "out.part-2"]
 TEXT = {"a": b"text of a", "b": b"text of b"}
 
 
@@ -88,12 +92,19 @@ def test_an_error_leaves_the_earlier_directory_as_it_was(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("left", "found", "removed"),
     [
-        (["out.old-aa", "out.part-bb"], ["out"], ["out.part-bb"]),
-        (["out", "out.old-aa"], ["out"], ["out.old-aa"]),
-        (["out.part-upload-aa"], [], ["out.part-upload-aa"]),
-        (["out.pull", "outer.part-aa", "x.old-aa"], ["out.pull", "outer.part-aa", "x.old-aa"], []),
+        ([f"out.old-{A}", f"out.part-{B}"], ["out"], [f"out.part-{B}"]),
+        (["out", f"out.old-{A}"], ["out"], [f"out.old-{A}"]),
+        ([f"out.part-upload-{A}"], [], [f"out.part-upload-{A}"]),
+        (OTHERS, OTHERS, []),
+        (BY_HAND, BY_HAND, []),
     ],
-    ids=["killed while replacing", "killed while deleting", "killed while sending", "of others"],
+    ids=[
+        "killed while replacing",
+        "killed while deleting",
+        "killed while sending",
+        "of others",
+        "named by hand",
+    ],
 )
 def test_the_leftovers_of_kills_are_swept(tmp_path, left, found, removed):
     for name in left:
@@ -103,8 +114,8 @@ def test_the_leftovers_of_kills_are_swept(tmp_path, left, found, removed):
 
 
 def test_what_another_process_deletes_meanwhile_is_no_error(tmp_path, monkeypatch):
-    (tmp_path / "out.part-aa").mkdir()
-    (tmp_path / "out.part-aa" / "file").touch()
+    (tmp_path / f"out.part-{A}").mkdir()
+    (tmp_path / f"out.part-{A}" / "file").touch()
     delete, vanished = os.unlink, []
 
     def racing(path, **options):
@@ -114,7 +125,7 @@ def test_what_another_process_deletes_meanwhile_is_no_error(tmp_path, monkeypatc
             raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "unlink", racing)
-    assert sweep(tmp_path, "out") == ["out.part-aa"]
+    assert sweep(tmp_path, "out") == [f"out.part-{A}"]
     assert vanished
     assert names(tmp_path) == []
 

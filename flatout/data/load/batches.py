@@ -63,13 +63,6 @@ class BatchPlan:
         """Sequences of one optimizer step over all ranks."""
         return self.accumulate * self.dp_size * self.rows_per_device
 
-    def positions(self, start: int) -> Array:
-        """Return the positions of this rank's sequences in the step that starts at `start`.
-
-        Shapes:  returns (A * B,).
-        """
-        return start + self.row_indices(self.rows_per_device)
-
     def row_indices(self, rows: int) -> Array:
         """Return the indices of this rank's rows in a step with `rows` per micro-batch.
 
@@ -197,7 +190,7 @@ class SequenceSteps:
         """Return the sequences of one step, computed for many steps at a time."""
         step, rest = divmod(position - self._first, self.plan.sequences_per_step)
         if rest or not 0 <= step < len(self._ahead):
-            own = self.plan.positions(position)
+            own = position + self.plan.row_indices(self.plan.rows_per_device)
             starts = np.arange(max(LOOKAHEAD // len(own), 1)) * self.plan.sequences_per_step
             positions = (starts[:, np.newaxis] + own).reshape(-1)
             self._ahead = self._split.sequences_at(

@@ -224,9 +224,9 @@ class _Loader:
         return self._steps.steps_per_epoch
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Every (rows, seq_len) that a micro-batch can have, without repeats."""
-        return tuple(dict.fromkeys((rows, seq_len) for rows, seq_len in self._steps.shapes))
+    def shapes(self) -> tuple[Shape, ...]:
+        """Every shape that a micro-batch can have, without repeats."""
+        return tuple(dict.fromkeys(self._steps.shapes))
 
     def close(self) -> None:
         """Release the data loader's resources; reading again reopens it."""

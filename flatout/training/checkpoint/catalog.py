@@ -21,7 +21,7 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored, sha256, sync
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json, read_model
 from flatout.storage.recognised import kind_of
-from flatout.storage.whole import MANIFEST, OLD, Listing, problem_of, remove, sweep
+from flatout.storage.whole import MANIFEST, OLD, RANDOM, Listing, problem_of, remove, sweep
 
 FORMAT_VERSION = 2
 """Version 2 lists the files of every manifest alike."""
@@ -172,7 +172,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def has_saved(run_folder: Path) -> bool:
     """Return whether the run ever saved: it has checkpoints, complete or being replaced."""
-    return bool(steps(run_folder)) or any((run_folder / CHECKPOINTS).glob(f"step-*{OLD}-*"))
+    return bool(steps(run_folder)) or any((run_folder / CHECKPOINTS).glob(f"step-*{OLD}{RANDOM}"))
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import sha256
+from flatout.storage.files import copy_whole, sha256
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.storage.whole import replacing
 from flatout.training.checkpoint import catalog
@@ -193,8 +192,10 @@ def keep_base(run_folder: Path, base: Path, digest: str) -> Path:
     Raises: CheckpointError when the base has a base, which is missing.
     """
     kept = run_folder / BASES / digest[:DIGITS] / base.name
-    if kept.exists() or not catalog.is_checkpoint(base):
-        return kept if kept.exists() else base
+    if kept.exists():
+        return kept
+    if not catalog.is_checkpoint(base):
+        return base
     if inner := read_index(base).base:
         keep_base(run_folder, find_base(base, inner), inner.digest)
     with replacing(kept) as unfinished:
@@ -203,7 +204,7 @@ def keep_base(run_folder: Path, base: Path, digest: str) -> Path:
                 try:
                     os.link(file, unfinished / file.name)
                 except OSError:  # a different disk, or one without hard links
-                    shutil.copy2(file, unfinished / file.name)
+                    copy_whole(file, unfinished / file.name)
     return kept
 
 

@@ -73,14 +73,13 @@ def _prepare(
             continue
         with parsing(checkpoint / catalog.STATE):
             is_stored = item.name in state["values"]
-        if is_stored:
-            items.append(item)
-        else:
+        if not is_stored:
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
                 fix="Use a different checkpoint, or the version of flatout that wrote this one.",
             )
-        if item.targets and is_stored:
+        items.append(item)
+        if item.targets:
             with parsing(checkpoint / catalog.STATE):
                 wanted = item.targets(run, index, state["values"][item.name])
             tensors.check_fits(wanted, index, prefix=item.prefix, source=checkpoint)
@@ -100,12 +99,10 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
             f"The checkpoint was written by {saved} and is read by {here}: dropout and the last "
             "bits of sums will differ."
         )
-    stored, used = {*state["values"]}, {item.name for item in STATE if item.used(run)}
-    missing = used - stored
-    lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(missing)]
+    used = {item.name for item in STATE if item.used(run)}
     lines += [
         f"The checkpoint has {name}, which this run does not use: it is ignored."
-        for name in sorted(stored - used)
+        for name in sorted({*state["values"]} - used)
     ]
     if environment is not None:
         old = state["environment"]

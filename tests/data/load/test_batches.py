@@ -41,7 +41,8 @@ def test_the_lookahead_changes_nothing(train_split, monkeypatch, lookahead, worl
             4,
             0,
         ):
-            wanted = shuffled(own.positions(position), 37, seed=7).tolist()
+            rows = position + own.row_indices(own.rows_per_device)
+            wanted = shuffled(rows, 37, seed=7).tolist()
             assert first_tokens(reader, position) == (wanted, position + a_step)
 
 

@@ -266,6 +266,8 @@ def touch(folder, *names):
         (["b_train_2.npy", "b_train_1.npy", "b_validation_0.npy"], 2, ["b_validation_0.npy"]),
         (["a.npy", "b.npy"], ["a.npy", "b.npy"], []),
         (["training.bin", "valid.bin", "test.bin"], ["training.bin"], ["valid.bin"]),
+        (["train.bin", "dev.bin"], ["train.bin"], ["dev.bin"]),
+        (["tokens.bin", "tokens_eval.bin"], ["tokens.bin"], ["tokens_eval.bin"]),
         (["training_evaluate.bin", "valuable.bin"], 2, []),
         ([".hidden.bin", "train.bin"], ["train.bin"], []),
         (["train/chunk_0.pt", "train/chunk_1.pt", "val/chunk_0.pt"], 2, ["chunk_0.pt"]),

@@ -84,12 +84,14 @@ def test_best_is_none_when_it_is_deleted_or_damaged(tmp_path):
 
 
 def test_what_was_replaced_and_what_a_killed_upload_left_are_deleted(tmp_path):
-    make(tmp_path, 5).rename(tmp_path / "checkpoints" / "step-5.old-aa")
-    make(tmp_path, 7).rename(tmp_path / "checkpoints" / "step-7.part-upload-aa")
+    left = {f"step-5.old-{'a' * 16}", f"step-7.part-upload-{'b' * 16}"}
+    for name in (*left, "step-5.old-mine"):
+        make(tmp_path, int(name[5])).rename(tmp_path / "checkpoints" / name)
     make(tmp_path, 5)
-    assert {*catalog.remove_leftovers(tmp_path)} == {"step-5.old-aa", "step-7.part-upload-aa"}
+    assert {*catalog.remove_leftovers(tmp_path)} == left
     assert catalog.steps(tmp_path) == [5]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-5", "step-5.old-mine"]
 
 
 def test_weights_that_changed_are_no_best_or_last_checkpoint(tmp_path):

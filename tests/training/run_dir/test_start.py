@@ -167,10 +167,10 @@ def make(root, saved=None, damaged=(), half=(), replaced=(), stored=STORED, stat
     for step in damaged:
         (run / f"checkpoints/step-{step}/state.json").write_bytes(b"y")
     for step in half:
-        (run / f"checkpoints/step-{step}.part-aa").mkdir(parents=True)
+        (run / f"checkpoints/step-{step}.part-{'a' * 16}").mkdir(parents=True)
     for step in replaced:
         path = run / f"checkpoints/step-{step}"
-        path.rename(path.with_name(f"{path.name}.old-aa"))
+        path.rename(path.with_name(f"{path.name}.old-{'a' * 16}"))
     for line in more.get("journal", ()):
         event, step = line.split()
         layout.append_event(run, event, step=int(step))

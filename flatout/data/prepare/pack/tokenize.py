@@ -77,7 +77,7 @@ def pack(
                 record.skip_bad(row, on_bad_row)
                 continue
             index += 1
-            sides = list(item.assignment.assign(row.text, index))
+            sides = list(item.assignment.assign(row, index))
             try:
                 _pack_document(row, sides, packing, packers, record)
             except NotEncodable as error:

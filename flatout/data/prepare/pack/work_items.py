@@ -23,14 +23,15 @@ class ByHash:
     """`hash F`: a document is validation text if its SHA-256 is in the lowest fraction F.
 
     The first 8 bytes, as a fraction of 2^64, are compared with F. Equal documents share a split,
-    and a document keeps its split when others are added or removed.
+    and a document keeps its split when others are added or removed. A prompt is a part of it, so
+    that rows with equal answers, such as labels, do not all share a split.
     """
 
     fraction: float
 
-    def assign(self, text: str, index: int) -> Iterator[tuple[SplitName, str]]:
+    def assign(self, row: Document, index: int) -> Iterator[tuple[SplitName, str]]:
         """Yield the whole document with its split."""
-        yield ("val" if hash_fraction(text) < self.fraction else "train"), text
+        yield ("val" if hash_fraction(row.prompt + row.text) < self.fraction else "train"), row.text
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class ByPosition:
     document: int
     character: int
 
-    def assign(self, text: str, index: int) -> Iterator[tuple[SplitName, str]]:
+    def assign(self, row: Document, index: int) -> Iterator[tuple[SplitName, str]]:
         """Yield the whole document, or both sides of the one that is cut, with their splits."""
+        text = row.text
         if index == self.document and self.character:
             yield "train", text[: self.character]
             yield "val", text[self.character :]

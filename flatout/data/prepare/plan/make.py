@@ -317,7 +317,7 @@ def _survey(
                 found.taken[-1] += 1
                 found.lengths.append(len(row.text))
                 if len(found.sides) < 2:
-                    found.sides.add(hash_fraction(row.text) < SMALL_FRACTION)
+                    found.sides.add(hash_fraction(row.prompt + row.text) < SMALL_FRACTION)
                 if room is not None:
                     size = num_bytes_of(row.text)
                     if size >= room:

@@ -112,6 +112,13 @@ def test_the_hash_split_depends_on_the_text_alone(tokenizer):
     assert byte_tokens(again, "val").split("|")[:-1] == val[::-1]
 
 
+def test_the_hash_split_depends_on_the_prompt_too(tokenizer):
+    rows = [Document("yes", "row", f"Is {number} a number? ") for number in range(300)]
+    packed = pack(task(*rows), tokenizer, ByHash(0.5), mask_field="prompt")
+    assert 100 < len(packed.ends["val"]) < 200
+    assert len(packed.ends["train"]) + len(packed.ends["val"]) == 300
+
+
 def test_the_hash_of_a_text_is_fixed():
     assert hash_fraction("flatout") == pytest.approx(0.7773977660767666, rel=1e-12)
 

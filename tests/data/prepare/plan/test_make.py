@@ -90,7 +90,11 @@ def test_the_tail_has_the_requested_share(seed, fraction):
     draw = random.Random(seed)
     texts = ["x" * int(draw.paretovariate(0.7) * 10) for _ in range(draw.choice([2, 5, 50, 400]))]
     place = make_plan(tasks_of(texts[:1], texts[1:]), split=f"tail {fraction}").items[0].assignment
-    pieces = [piece for number, text in enumerate(texts) for piece in place.assign(text, number)]
+    pieces = [
+        piece
+        for number, text in enumerate(texts)
+        for piece in place.assign(Document(text, ""), number)
+    ]
     assert all(text for _, text in pieces)
     assert len(pieces) <= len(texts) + 1
     total = sum(map(len, texts))
