@@ -63,6 +63,15 @@ a tokenizer in a home directory that does not exist
 a directory without a tokenizer
     prepare book.txt --out data/new --tokenizer data
     data | tokenizer.json -> byte
+a pattern for a tokenizer that is trained
+    prepare book.txt --out data/new --tokenizer train:300 --pattern x
+    --pattern 'x' has no effect on the tokenizer train:300 -> Remove --pattern
+an end-of-text token of a tokenizer without a choice
+    prepare book.txt --out data/new --tokenizer byte --end-of-text X
+    --end-of-text 'X' has no effect on the tokenizer byte -> Remove --end-of-text
+an end-of-text token of a .tiktoken file
+    import data/book/00000.bin --out data/new --dtype uint16 --tokenizer a.tiktoken --end-of-text X
+    --end-of-text 'X' has no effect on the tokenizer a.tiktoken -> Remove --end-of-text
 """),
     Case(
         "an empty --pattern",

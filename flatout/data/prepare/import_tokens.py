@@ -31,7 +31,7 @@ from flatout.data.token_files import (
     read_tokens,
     require_tokens,
 )
-from flatout.data.tokenizers import Tokenizer, existing_tokenizer, needs_corpus
+from flatout.data.tokenizers import Tokenizer, existing_tokenizer, needs_corpus, require_used
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress, Task, counted
 from flatout.storage.files import Array, expanded, writing
@@ -334,6 +334,7 @@ def _tokenizer(
             f"The input is tokens already: --tokenizer {spec} cannot be trained on them.",
             fix="Name the tokenizer that made them: --tokenizer FILE.",
         )
+    require_used(spec, options.pattern, options.end_of_text)
     return existing_tokenizer(spec, options.pattern, options.end_of_text, progress=progress)
 
 

@@ -159,11 +159,8 @@ def _tasks(
 
 def holds_rows(found: Iterable[InputFile]) -> bool:
     """Return whether one of the files contains rows by its name, or once it is converted."""
-    return any(map(_has_rows, (file.name for file in found)))
-
-
-def _has_rows(name: str) -> bool:
-    return suffix_of(name) in (ROW_SUFFIXES | TABLE_SUFFIXES | {".json"})
+    with_rows = ROW_SUFFIXES | TABLE_SUFFIXES | {".json"}
+    return any(suffix_of(file.name) in with_rows for file in found)
 
 
 def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:

@@ -36,13 +36,11 @@ def open_bytes(path: str) -> IO[bytes]:
     """
     require_opener(path)
     is_opened = not is_url(path) and name_in(path).lower().endswith((".gz", ".bz2"))
-    file: Any = path if is_opened else open_remote(path) if is_url(path) else _open_local(path)
+    file: Any = (
+        path if is_opened else open_remote(path) if is_url(path) else open(path, "rb", _READ_BYTES)  # noqa: SIM115
+    )
     content: IO[bytes] = unpacked(file, path)
     return content
-
-
-def _open_local(path: str) -> IO[bytes]:
-    return open(path, "rb", buffering=_READ_BYTES)
 
 
 def unpacked(file: Any, name: str) -> Any:

@@ -113,6 +113,23 @@ def needs_corpus(spec: str) -> bool:
     return form_of(spec) in ("char", "train:N")
 
 
+def require_used(spec: str, pattern: str | None, end_of_text: str | None) -> None:
+    """Check that the tokenizer that `spec` names uses the other two options.
+
+    Raises: DataError.
+    """
+    is_tiktoken = spec.endswith(".tiktoken")
+    for option, value, is_used in (
+        ("--pattern", pattern, is_tiktoken),
+        ("--end-of-text", end_of_text, not is_tiktoken and form_of(spec) is None),
+    ):
+        if value and not is_used:
+            raise DataError(
+                f"{option} {value!r} has no effect on the tokenizer {spec}.",
+                fix=f"Remove {option}.",
+            )
+
+
 def existing_tokenizer(
     spec: str,
     pattern: str | None = None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from flatout.errors import DataError, MissingPackage
 from flatout.progress import SILENT, Progress
@@ -70,7 +72,9 @@ def _file(
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
-    repository, revision = _parts(name)
+    match = _REPOSITORY.fullmatch(name)
+    assert match is not None, "the caller has checked is_repository"
+    repository, revision = match["repository"], match["revision"]
     cached = try_to_load_from_cache(repository, filename, cache_dir=cache, revision=revision)
     if isinstance(cached, str):
         return Path(cached)
@@ -86,45 +90,49 @@ def _file(
         return error
 
 
-def _parts(name: str) -> tuple[str, str | None]:
-    match = _REPOSITORY.fullmatch(name)
-    assert match is not None, "the caller has checked is_repository"
-    return match["repository"], match["revision"]
-
-
 def _explained(error: Exception, name: str) -> DataError:
     """Return the error to report for an exception of huggingface_hub."""
-    from huggingface_hub import errors
-
-    repository, revision = _parts(name)
-    where = f"{repository}{f' at revision {revision}' if revision else ''}"
-    answers = {  # subclasses first
-        errors.GatedRepoError: (
-            f"{where} is gated: only users whom its owners approve can read it.",
-            "Request access on its page, then run `hf auth login`.",
-        ),
-        errors.RepositoryNotFoundError: (
-            f"There is no file {name}, and no repository {repository} on the hub that you may "
-            "read.",
+    own = {
+        "RepositoryNotFoundError": (
+            f"There is no file {name}, and no repository {name} on the hub that you may read.",
             "Check the name, or run `hf auth login`.",
         ),
-        errors.RevisionNotFoundError: (
-            f"{repository} has no revision {revision}.",
-            "Name a branch, a tag or a full commit hash after the @.",
-        ),
-        errors.LocalEntryNotFoundError: (
-            f"There is no file {name}, {where} is not in the cache, and the hub cannot be reached.",
+        "LocalEntryNotFoundError": (
+            f"There is no file {name}, {name} is not in the cache, and the hub cannot be reached.",
             "Check the name and the connection, or name a tokenizer.json file.",
         ),
-        errors.EntryNotFoundError: (
-            f"{where} has no tokenizer.json.",
+        "EntryNotFoundError": (
+            f"{name} has no tokenizer.json.",
             "Name a repository that has one, or a tokenizer file.",
         ),
     }
-    for kind, (what, fix) in answers.items():
-        if isinstance(error, kind):
-            return DataError(what, fix=fix)
-    return DataError(
-        f"Cannot download the tokenizer of {where}: {error}.",
-        fix="Check the connection, then run it again.",
-    )
+    what, fix = hub_problem(error, name, own)
+    return DataError(what, fix=fix)
+
+
+def hub_problem(
+    error: Exception, name: str, own: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> tuple[str, str]:
+    """Return what an exception of huggingface_hub says of a repository, and the fix.
+
+    `own` has other answers by the names of exceptions.
+    """
+    answers = {
+        "GatedRepoError": (
+            f"{name} is gated: only users whom its owners approve can read it.",
+            "Request access on its page, then run `hf auth login`.",
+        ),
+        "RevisionNotFoundError": (
+            f"{name} has no such revision.",
+            "Name a branch, a tag or a full commit hash after the @.",
+        ),
+        "RepositoryNotFoundError": (
+            f"There is no repository {name} on the hub that you may read.",
+            "Check the name, or run `hf auth login`.",
+        ),
+        **own,
+    }
+    reason = " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
+    unknown = f"Cannot download {name}: {reason}.", "Check the connection, then run it again."
+    kinds = (kind.__name__ for kind in type(error).__mro__)
+    return next((answers[kind] for kind in kinds if kind in answers), unknown)

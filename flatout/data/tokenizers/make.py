@@ -209,8 +209,7 @@ def _merges(vocabulary: Mapping[str, int]) -> list[list[str]]:
             for cut in range(1, len(piece))
             if (left := piece[:cut]) in vocabulary and (right := piece[cut:]) in vocabulary
         ]
-        if len(pairs) > 1:
-            pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         merges += pairs
     return merges
 

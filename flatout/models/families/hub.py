@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from flatout.data.tokenizers.hub import hub_problem
 from flatout.errors import CheckpointError, MissingPackage
 from flatout.models.families.files import INDEX, SAFETENSORS, WEIGHTS
 from flatout.progress import SILENT, Progress
@@ -102,23 +103,5 @@ def wanted_files(listed: list[str]) -> list[str]:
 
 def _explained(error: Exception, reference: str) -> CheckpointError:
     """Return the error to report for an exception of huggingface_hub."""
-    name = reference.removeprefix(PREFIX)
-    answers = {
-        "GatedRepoError": (
-            f"{name} is gated: only users whom its owners approve can read it.",
-            "Request access on its page, then run `hf auth login`.",
-        ),
-        "RevisionNotFoundError": (
-            f"{name} has no such revision.",
-            "Name a branch, a tag or a full commit hash after the @.",
-        ),
-        "RepositoryNotFoundError": (
-            f"There is no repository {name} on the hub that you may read.",
-            "Check the name, or run `hf auth login`.",
-        ),
-    }
-    reason = " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
-    unknown = f"Cannot download {name}: {reason}.", "Check the connection, then run it again."
-    kinds = (kind.__name__ for kind in type(error).__mro__)
-    what, fix = next((answers[kind] for kind in kinds if kind in answers), unknown)
+    what, fix = hub_problem(error, reference.removeprefix(PREFIX))
     return CheckpointError(what, fix=fix)

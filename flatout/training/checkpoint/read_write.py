@@ -66,14 +66,14 @@ def _prepare(
     stored = read_index(checkpoint).tensors.items()
     index = {name: entry for name, entry in stored if not is_elsewhere(run, name)}
     state = read_json(checkpoint / catalog.STATE)
+    with parsing(checkpoint / catalog.STATE):
+        values = dict(state["values"])
     items: list[StateItem] = []
     targets: dict[str, Tensor] = {}
     for item in STATE:
         if not item.used(run):
             continue
-        with parsing(checkpoint / catalog.STATE):
-            is_stored = item.name in state["values"]
-        if not is_stored:
+        if item.name not in values:
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
                 fix="Use a different checkpoint, or the version of flatout that wrote this one.",
@@ -81,7 +81,7 @@ def _prepare(
         items.append(item)
         if item.targets:
             with parsing(checkpoint / catalog.STATE):
-                wanted = item.targets(run, index, state["values"][item.name])
+                wanted = item.targets(run, index, values[item.name])
             tensors.check_fits(wanted, index, prefix=item.prefix, source=checkpoint)
             targets |= wanted
     return index, state, items, targets

@@ -115,7 +115,7 @@ def test_revision_is_requested(hub, tmp_path):
     ("name", "message"),
     [
         ("org/smal", "no repository org/smal on the hub"),
-        ("org/small@nowhere", "has no revision nowhere"),
+        ("org/small@nowhere", "org/small@nowhere has no such revision"),
         ("org/empty", "has no tokenizer.json"),
         ("org/gated", "is gated"),
     ],
@@ -127,7 +127,9 @@ def test_error_names_what_the_hub_lacks(hub, tmp_path, name, message):
 
 def test_unwritable_cache_is_reported(hub, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match=r"tokenizer of org/small: .*Not a directory|File exists"):
+    with pytest.raises(
+        DataError, match=r"Cannot download org/small: .*Not a directory|File exists"
+    ):
         tokenizer_file("org/small", cache=tmp_path / "cache", endpoint=hub.address)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 
@@ -53,8 +53,6 @@ STRIPES = 8
 """Stripes taken from a long document."""
 NEAR = 0.05
 """A tail starts at a whole document if that changes its size by at most this fraction of it."""
-Reading = Callable[[ReadTask], Iterator[str]]
-"""Yields the texts of a task that are packed: `texts_of` or `prompts_and_texts_of`."""
 
 
 def plan_work(work: WorkDir, request: Request, announce: Announce) -> tuple[WorkPlan, Packing]:
@@ -127,17 +125,15 @@ def change_of(work: WorkDir, stored: WorkPlan, request: Request) -> DataError | 
 
 
 def _tokenizer(spec: str, plan: WorkPlan, request: Request, announce: Announce) -> Tokenizer:
-    in_parts = request.options.mask_field or request.options.chat
-    read = prompts_and_texts_of if in_parts else texts_of
     tasks = plan.read_tasks
     items = (item for item in plan.items if item.assignment != ALL_VAL)
     training = [task for item in items for task in item.read_tasks]
 
     def sample(limit: int | None) -> Iterator[str]:
-        return _require_any(sample_texts(tasks, limit, read), tasks, request)
+        return _require_any(sample_texts(tasks, limit), tasks, request)
 
     def training_sample(limit: int) -> Iterator[str]:
-        return _require_any(sample_texts(training, limit, read), training, request)
+        return _require_any(sample_texts(training, limit), training, request)
 
     return make_tokenizer(
         spec,
@@ -335,11 +331,6 @@ def _survey(
 
 
 def texts_of(task: ReadTask) -> Iterator[str]:
-    """Yield the texts of a task's documents."""
-    return (row.text for row in task.rows() if isinstance(row, Document))
-
-
-def prompts_and_texts_of(task: ReadTask) -> Iterator[str]:
     """Yield the prompts and the texts of a task's documents.
 
     A conversation is yielded in pieces, without its special tokens.
@@ -354,22 +345,20 @@ def prompts_and_texts_of(task: ReadTask) -> Iterator[str]:
             yield row.text
 
 
-def sample_texts(
-    tasks: Sequence[ReadTask], limit: int | None, read: Reading = texts_of
-) -> Iterator[str]:
+def sample_texts(tasks: Sequence[ReadTask], limit: int | None) -> Iterator[str]:
     """Yield all texts. With a limit, about that many characters of them.
 
     A bounded sample is spread evenly over the tasks and over long texts. Unusable rows are skipped
     here. Packing reports them.
     """
     if limit is None:
-        yield from (text for task in tasks for text in read(task))
+        yield from (text for task in tasks for text in texts_of(task))
         return
     count = min(len(tasks), SPREAD_TASKS)
     room = limit
     for number in range(count):
         budget = room // (count - number)
-        for text in read(tasks[number * len(tasks) // count]):
+        for text in texts_of(tasks[number * len(tasks) // count]):
             found = _stripes(text, budget)
             budget -= len(found)
             room -= len(found)

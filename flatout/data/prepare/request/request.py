@@ -34,6 +34,7 @@ from flatout.data.tokenizers import (
     form_of,
     needs_corpus,
     read_tokenizer,
+    require_used,
     tokenizer_path,
 )
 from flatout.data.tokenizers.hub import is_repository, repository_file
@@ -78,6 +79,7 @@ def open_request(
             sources that cannot be opened.
     """
     options.check()
+    require_used(options.tokenizer, options.pattern, options.end_of_text)
     refuse_mount(out)
     progress = access.get("progress", SILENT)
     chat = chat_renderer(options, progress)
