@@ -62,7 +62,8 @@ class AdaptedModel(LanguageModel):
         lists = [
             one for one in self.module.modules() if isinstance(one, nn.ModuleList) and len(one) > 1
         ]
-        return [*max(lists, key=_size, default=[self.module])]
+        sizes = {one: sum(p.numel() for p in one.parameters()) for one in lists}
+        return [*max(sizes, key=sizes.__getitem__, default=[self.module])]
 
     def _built(self) -> nn.Module:
         base = set(LanguageModelConfig.model_fields) - {"vocab_size"}
@@ -199,10 +200,6 @@ class AdaptedModel(LanguageModel):
                 # Other shapes, such as those of convolutions, get weight decay but not Muon.
                 kinds[name] = "head" if is_output or parameter.dim() > 2 else "hidden"
         return kinds
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class _SingleDocument(nn.Module):

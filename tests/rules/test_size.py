@@ -13,10 +13,10 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 96_978,
-    "data": 59_257,
+    "data": 59_282,
     "training": 55_514,
     "cli": 24_160,
-    "models": 23_150,
+    "models": 23_149,
     "assembly": 17_252,
     "config": 10_486,
     "ops": 14_026,

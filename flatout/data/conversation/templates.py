@@ -179,7 +179,7 @@ def _read(path: Path) -> str:
     try:
         return read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        why = getattr(error, "strerror", "it is not UTF-8")
         raise DataError(
             f"Cannot read the chat template {path}: {why}.", fix="Check the file."
         ) from error

@@ -208,12 +208,6 @@ class _Loader:
             self.close()
             self.position = position
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def data_at(self, position: int) -> list[JsonObject]:
         """Return where each row of the step at `position` is stored, for all ranks in order."""
         return self._steps.data_at(position)

@@ -35,10 +35,9 @@ def open_bytes(path: str) -> IO[bytes]:
     Raises: MissingPackage; DataError when the server does not return the file.
     """
     require_opener(path)
-    is_opened = not is_url(path) and name_in(path).lower().endswith((".gz", ".bz2"))
-    file: Any = (
-        path if is_opened else open_remote(path) if is_url(path) else open(path, "rb", _READ_BYTES)  # noqa: SIM115
-    )
+    file: Any = open_remote(path) if is_url(path) else path
+    if file is path and not path.lower().endswith((".gz", ".bz2")):
+        file = open(path, "rb", _READ_BYTES)  # noqa: SIM115
     content: IO[bytes] = unpacked(file, path)
     return content
 

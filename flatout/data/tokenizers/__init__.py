@@ -255,9 +255,8 @@ def load_tokenizer(
     data = read_tokenizer(path)
     if path.suffix == ".tiktoken":
         return _converted(data, name or str(path), pattern)
-    beside = [path.with_name(each) for each in _BESIDE]
-    named = tokens_in(config_in(beside[1])) | tokens_in(config_in(beside[0]))
-    stated = None if end_of_text else next(filter(None, map(_stated_in, beside)), None)
+    config, special = (tokens_in(config_in(path.with_name(each))) for each in _BESIDE[:2])
+    named, stated = special | config, None if end_of_text else stated_beside(path)
     return parse_tokenizer(
         data, name or str(path), end_of_text=end_of_text, named=named, stated=stated
     )
@@ -281,6 +280,11 @@ def _converted(data: bytes, name: str, pattern: str | None) -> Tokenizer:
     with suppress(OSError):
         write_whole(kept, tokenizer.content.decode())
     return tokenizer
+
+
+def stated_beside(path: Path) -> tuple[str, str, str | int] | None:
+    """Return what the files beside a tokenizer.json state as its end-of-text token, as below."""
+    return next(filter(None, (_stated_in(path.with_name(each)) for each in _BESIDE)), None)
 
 
 def _stated_in(path: Path) -> tuple[str, str, str | int] | None:

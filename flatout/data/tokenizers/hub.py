@@ -93,10 +93,6 @@ def _file(
 def _explained(error: Exception, name: str) -> DataError:
     """Return the error to report for an exception of huggingface_hub."""
     own = {
-        "RepositoryNotFoundError": (
-            f"There is no file {name}, and no repository {name} on the hub that you may read.",
-            "Check the name, or run `hf auth login`.",
-        ),
         "LocalEntryNotFoundError": (
             f"There is no file {name}, {name} is not in the cache, and the hub cannot be reached.",
             "Check the name and the connection, or name a tokenizer.json file.",

@@ -1,4 +1,5 @@
 import hashlib
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -193,7 +194,7 @@ def test_the_plan_never_changes_silently(documents):
 def test_the_loader_reads_any_shape_and_can_seek(documents, loader_class):
     mask = RNG.integers(0, 2, LENGTHS.sum())
     reader = BucketedSteps(documents(LENGTHS, mask=mask), plan())
-    with loader_class(reader) as loader:
+    with closing(loader_class(reader)) as loader:
         whole = [next(loader) for _ in range(reader.num_steps + 3)]
         loader.seek(5)
         again = next(loader)

@@ -2,6 +2,7 @@ import gc
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def plan(**changes):
 
 
 def read_steps(loader_class, split, steps, start=0, **changes):
-    with loader_class(SequenceSteps(split, plan(**changes), ShardReader())) as loader:
+    with closing(loader_class(SequenceSteps(split, plan(**changes), ShardReader()))) as loader:
         loader.seek(start)
         return [next(loader) for _ in range(steps)]
 
@@ -115,7 +116,7 @@ def test_any_number_of_ranks_reads_the_same_sequences_per_step(
 def test_seeking_while_reading_ahead(train_split, loader_class):
     split = train_split(RNG.integers(0, 300, 801))
     whole = read_steps(loader_class, split, 6)
-    with loader_class(SequenceSteps(split, plan(), ShardReader())) as loader:
+    with closing(loader_class(SequenceSteps(split, plan(), ShardReader()))) as loader:
         for step in (5, 0, 3, 3, 1):
             loader.seek(step * 6)
             assert loader.position == step * 6
@@ -127,7 +128,9 @@ def test_seeking_while_reading_ahead(train_split, loader_class):
 def test_delivered_batches_are_not_overwritten(train_split, loader_class):
     tokens = RNG.integers(0, 300, 801)
     split = train_split(tokens, ends=[100, 801], mask=RNG.integers(0, 2, 801))
-    with loader_class(SequenceSteps(split, plan(document_mask=True), ShardReader())) as loader:
+    with closing(
+        loader_class(SequenceSteps(split, plan(document_mask=True), ShardReader()))
+    ) as loader:
         held = [next(loader) for _ in range(9)]
         copies = [
             (b.sequences_ABW.clone(), b.mask_ABT.clone(), b.doc_ids_ABT.clone()) for b in held
@@ -190,7 +193,9 @@ class Failing(ShardReader):
 
 def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
     reader = Failing(good=3)
-    with PrefetchLoader(SequenceSteps(train_split(np.arange(300)), plan(), reader)) as loader:
+    with closing(
+        PrefetchLoader(SequenceSteps(train_split(np.arange(300)), plan(), reader))
+    ) as loader:
         for _ in range(3):
             next(loader)
         for _ in range(2):
@@ -220,9 +225,8 @@ class Gate(ShardReader):
 def test_prefetch_reads_in_one_thread_and_no_further_than_requested(train_split):
     gate = Gate()
     gate.open.set()
-    with PrefetchLoader(
-        SequenceSteps(train_split(np.arange(300)), plan(prefetch=3), gate)
-    ) as loader:
+    steps = SequenceSteps(train_split(np.arange(300)), plan(prefetch=3), gate)
+    with closing(PrefetchLoader(steps)) as loader:
         assert loader_threads() == []  # nothing happens before the first step is requested
         next(loader)
         for _ in range(4):  # the one delivered, and three more
@@ -234,7 +238,9 @@ def test_prefetch_reads_in_one_thread_and_no_further_than_requested(train_split)
 
 def test_the_wait_is_measured(train_split):
     gate = Gate()
-    with PrefetchLoader(SequenceSteps(train_split(np.arange(300)), plan(), gate)) as loader:
+    with closing(
+        PrefetchLoader(SequenceSteps(train_split(np.arange(300)), plan(), gate))
+    ) as loader:
         timer = threading.Timer(0.05, gate.open.set)
         timer.start()
         assert next(loader).wait_ms > 20
@@ -309,6 +315,8 @@ def test_the_device_receives_what_the_host_reads(train_split, loader_class):
 
 @pytest.mark.parametrize("loader_class", LOADERS)
 def test_a_loader_is_an_endless_iterator(train_split, loader_class):
-    with loader_class(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader())) as loader:
+    with closing(
+        loader_class(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader()))
+    ) as loader:
         for _, batch in zip(range(20), loader, strict=False):
             assert batch.sequences_ABW.shape == (3, 2, 9)

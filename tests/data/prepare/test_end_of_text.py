@@ -10,8 +10,9 @@ from prepared import prepared, write_rows
 
 from flatout.cli.commands.chat import chat
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
+from flatout.data.prepare.request.request import difference, tokenizer_mark
 from flatout.data.store.shards import Dataset
-from flatout.errors import DataError
+from flatout.errors import DataError, OutputInUse
 from flatout.inference import generate as inference
 
 ENDOFTEXT, IM_END = 256, 258
@@ -48,6 +49,24 @@ def tokens_of(tmp_path, folder, option=None):
     made = prepared(rows, out=tmp_path / "out", **options)
     split = Dataset.open(made.path).split("train")
     return split.read_tokens(0, split.num_tokens).tolist()
+
+
+def test_a_dataset_whose_config_now_names_a_different_eos_token_is_another_one(tmp_path):
+    folder = named(tmp_path / "hf", "<|im_end|>")
+    assert tokens_of(tmp_path, folder) == tokens_of(tmp_path, folder)
+    named(folder, "<|endoftext|>")
+    with pytest.raises(
+        OutputInUse, match=r"different dataset: tokenizer is 'sha256:\w+ <.im_end.>'"
+    ):
+        tokens_of(tmp_path, folder)
+
+
+def test_a_dataset_without_a_stored_eos_token_is_still_the_same(tmp_path):
+    folder = named(tmp_path / "hf", "<|im_end|>")
+    requested = {"tokenizer": tokenizer_mark(str(folder))}
+    stored = {"tokenizer": requested["tokenizer"].partition(" ")[0]}
+    assert stored != requested
+    assert difference(stored, requested) == ""
 
 
 START = 257

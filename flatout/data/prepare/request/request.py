@@ -35,6 +35,7 @@ from flatout.data.tokenizers import (
     needs_corpus,
     read_tokenizer,
     require_used,
+    stated_beside,
     tokenizer_path,
 )
 from flatout.data.tokenizers.hub import is_repository, repository_file
@@ -216,14 +217,19 @@ def describe(corpus: Corpus, options: Options, chat: Renderer | None) -> JsonObj
 
 
 def tokenizer_mark(spec: str) -> str:
-    """Return the identity of a tokenizer: its name, or the digest of its file.
+    """Return the identity of a tokenizer: its name, or the digest of its file, and the end-of-text
+    token that a file beside it states.
 
     Raises: DataError when its file cannot be read, or is missing from a directory.
     """
     if form_of(spec) is not None:
         return spec
     path = tokenizer_path(spec)
-    return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec
+    if not path.is_file():
+        return spec
+    stated = stated_beside(path)
+    end = f" {stated[2]}" if stated else ""
+    return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}{end}"
 
 
 def require_same(what: str, existing: JsonObject, requested: JsonObject) -> None:
@@ -245,6 +251,8 @@ def difference(existing: JsonObject, requested: JsonObject) -> str:
         there, wanted = existing.get(key), requested.get(key)
         if there == wanted or key in ("names", "val") or (key, there) == ("on_bad_row", "raise"):
             continue
+        if (key, there) == ("tokenizer", str(wanted).partition(" ")[0]):
+            continue  # an earlier version stored the digest alone
         shown = f"{key} is {there!r}, and {wanted!r} is requested"
         if key in _TEXTS:
             names, text = _TEXTS[key]
