@@ -13,7 +13,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 96_978,
-    "data": 59_282,
+    "data": 59_291,
     "training": 55_514,
     "cli": 24_160,
     "models": 23_149,

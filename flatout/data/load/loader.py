@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Self, TypeVar
 
 import numpy as np
@@ -375,7 +374,7 @@ def evaluation_batches(
         yield _micro_batch(
             _on_device(sequences_BW, device),
             _on_device(counts_BT, device),
-            _apply(partial(_on_device, device=device), doc_ids_BT),
+            None if doc_ids_BT is None else _on_device(doc_ids_BT, device),
         )
 
 

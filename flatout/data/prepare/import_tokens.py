@@ -160,7 +160,13 @@ class DatasetWriter:
                 mask = none if self._shard.is_masked else None
                 self._shard.append(split, none, [0], text_bytes=0, mask=mask)
         self._finish_shard()
-        return self._work.publish(self._tokenizer, self._done, source=source, split_rule=split_rule)
+        return self._work.publish(
+            self._tokenizer,
+            self._done,
+            source=source,
+            split_rule=split_rule,
+            cut_documents=int(self._is_open["train"] and split_rule != NAMED),
+        )
 
 
 def import_tokens(
@@ -269,9 +275,11 @@ def write_dataset(
     Raises: DataError for other arrays, a token outside the vocabulary, a split without tokens, or
             an `out` that is not empty.
     """
-    known = tokenizer
-    if not isinstance(known, Tokenizer):
-        known = _tokenizer(Path(out), ImportOptions(str(tokenizer)), {}, SILENT)
+    known = (
+        tokenizer
+        if isinstance(tokenizer, Tokenizer)
+        else _tokenizer(Path(out), ImportOptions(str(tokenizer)), {}, SILENT)
+    )
 
     def pieces() -> Iterator[_Piece]:
         for split, arrays in zip(SPLITS, (train, val), strict=True):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 from flatout.errors import DataError, MissingPackage
 from flatout.progress import SILENT, Progress
@@ -107,7 +106,7 @@ def _explained(error: Exception, name: str) -> DataError:
 
 
 def hub_problem(
-    error: Exception, name: str, own: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    error: Exception, name: str, own: Mapping[str, tuple[str, str]] | None = None
 ) -> tuple[str, str]:
     """Return what an exception of huggingface_hub says of a repository, and the fix.
 
@@ -126,7 +125,7 @@ def hub_problem(
             f"There is no repository {name} on the hub that you may read.",
             "Check the name, or run `hf auth login`.",
         ),
-        **own,
+        **(own or {}),
     }
     reason = " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
     unknown = f"Cannot download {name}: {reason}.", "Check the connection, then run it again."

@@ -251,6 +251,22 @@ def test_validation_tokens_can_be_named(tmp_path, imported):
         imported(a, val=b)
 
 
+@pytest.mark.parametrize(
+    ("ends", "documents"),
+    [([], 1), ([9, 49, 99], 3), ([9, 89, 99], 3), ([99], 1)],
+    ids=["one text", "cut", "not cut", "cut at the end"],
+)
+def test_a_document_that_the_split_cuts_counts_once(tmp_path, imported, ends, documents):
+    tokens = np.arange(100)
+    tokens[ends] = EOT
+    np.save(tmp_path / "a.npy", tokens)
+    assert imported(tmp_path / "a.npy").manifest.documents == documents
+    named = tmp_path / "val.npy"
+    np.save(named, tokens + 0)
+    both = imported(tmp_path / "a.npy", val=named, out="both").manifest
+    assert both.documents == 2 * documents
+
+
 def touch(folder, *names):
     for name in names:
         path = folder / name
