@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +92,23 @@ def test_a_model_whose_rows_depend_on_each_other_is_found(name):
     assert not mixes_rows(model, (IMAGES, torch.ones(2, 6)), {})  # as of a state
     assert not mixes_rows(model, (IMAGES, torch.ones(6, 6)), {})  # as of a graph
     assert not mixes_rows(model, (IMAGES[:1],), {})
+
+
+WORDS = torch.arange(24).view(8, 3)
+
+
+@pytest.mark.parametrize(("compared", "is_found"), [(1, True), (0, False)])
+def test_rows_of_sequences_with_time_first_are_the_second_dimension(compared, is_found):
+    """As of a decoder, which has no output for the first word, and may draw its own words."""
+    weights = torch.rand(24, 5, generator=torch.Generator().manual_seed(0))
+    model = nn.Module()
+    model.forward = lambda source, target: (
+        weights[source].cumsum(0)[1:] * (1 + int(random.random() < 0.5))
+    ).softmax(compared)
+    drawn = random.getstate()
+    assert mixes_rows(model, (WORDS, WORDS), {}) is is_found
+    assert mixes_rows(model, (torch.cat([WORDS, WORDS[:1]]), WORDS), {}) is is_found
+    assert random.getstate() == drawn
 
 
 def test_batch_norm_mixes_no_rows_in_evaluation():

@@ -30,6 +30,7 @@ def test_columns_of_padding_are_those_beyond_the_longest_row(left):
     given = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types, "labels": mask}
     assert padding(**given) == padding(given) == 0.75
     assert padding(tokens, mask.bool()) == 0.75
+    assert padding(tokens.t(), padded([4, 9, 2], 20).t()) == 0.75  # with time first
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,12 @@ optimizer.step(); optimizer.zero_grad()
 backward(loss_of(net)); optimizer.step(); nn.utils.clip_grad_norm_(net.parameters(), 0.1)
 optimizer.zero_grad()
 """,
+    "cleared-gradients of weights that are detached": """
+fast = [(each - 0.1).detach().requires_grad_() for each in net.parameters()]
+learning.before_backward([*net.parameters()])
+torch.autograd.grad(loss_of(net), net.parameters())
+backward(sum(each.square().mean() for each in fast)); optimizer.step(); optimizer.zero_grad()
+""",
     "unclipped-gradients without any": """
 optimizer.zero_grad(); nn.utils.clip_grad_norm_(net.parameters(), 0.1)
 backward(loss_of(net)); optimizer.step()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.measure.attach import recorder as module
 from flatout.measure.attach.facts import moved
 from flatout.measure.attach.lines import LineTotals, user_frame
 from flatout.measure.attach.recorder import (
@@ -17,6 +18,7 @@ from flatout.measure.attach.recorder import (
     keeper_of_graphs,
     own_lines,
 )
+from flatout.measure.attach.work import Work
 from flatout.measure.evidence import Evidence
 
 
@@ -69,6 +71,47 @@ def test_attention_and_float64_are_seen(weights):
         torch.softmax((weights @ weights)[None], dim=-1)
         weights.double().sum()
     assert {"softmax", "float64"} <= recorder.found.counts.keys()
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_whose_weights_are_returned_is_seen(need_weights):
+    attention, rows = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 40, 8)
+    with CallRecorder(lambda: "forward") as recorder:
+        attention(rows, rows, rows, need_weights=need_weights)
+    assert ("softmax" in recorder.found.counts) is need_weights
+
+
+def test_graphs_that_no_pass_of_the_step_or_of_the_next_one_goes_through_are_dropped(weights):
+    recorder, (_, here) = CallRecorder(lambda: "other"), user_frame(sys._getframe())
+    with recorder:
+        for step in range(3):
+            later = weights.sum()
+            later = later * 2
+            loss = weights.mean()
+            recorder.note_backward([loss])
+            recorder.end_step()
+            if step:
+                recorder.note_backward([later])
+    dropped = {line - here for _, line in recorder.found.counts["dropped"]}
+    assert dropped == {3, 4}
+    assert recorder.found.total("dropped") == 2, "those of the first step"
+
+
+def test_calls_beyond_a_number_are_not_noted(monkeypatch, weights):
+    monkeypatch.setattr(module, "MOST_CALLS", 10)
+    (file, here), sampled = user_frame(sys._getframe()), LineTotals()
+    with CallRecorder(lambda: "other", Work()) as recorder:
+        for _ in range(20):
+            weights.abs()
+        weights.exp()
+        recorder.end_step()
+    assert recorder.is_cut
+    assert recorder.work is None
+    assert [*recorder.found.counts["op"]] == [(file, here + 3)]
+    for line in (here + 3, here + 4) * 3:
+        sampled.add("compute", (file, line), 0.1)
+    found, _ = own_lines(sampled, 1, recorder, [])
+    assert [*found.counts["own"]] == [(file, here + 3)], "the other may train"
 
 
 def test_kept_outputs_keep_their_graph_without_the_loss(weights):

@@ -193,6 +193,27 @@ def test_the_line_of_a_worker_for_which_the_loop_waits_is_named(diagnose):
     assert data.site.text == "image = nn.functional.avg_pool2d(image, 3, 1, 1)"
 
 
+RECOMPUTES = (
+    START
+    + """
+from torch.utils.checkpoint import checkpoint
+net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())])
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for step in range(100_000):
+    rows = torch.randn(512, 256, requires_grad=True)
+    checkpoint(net, rows, use_reentrant=False).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+
+def test_recomputing_with_free_memory_is_named_where_it_is_asked_for(diagnose):
+    found = diagnose(RECOMPUTES)
+    (again,) = (one for one in found.findings if one.name == "needless-recomputing")
+    assert again.site.text.startswith("checkpoint(net, rows")
+
+
 EVALUATES = (
     START
     + """
