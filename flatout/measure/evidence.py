@@ -330,6 +330,8 @@ class Evidence(Stored):
     torch_version: Text = None
     torch_cuda: Text = None
     """The CUDA version that torch was built for. None with `torch_version` set: a CPU build."""
+    backends_off: tuple[str, ...] = ()
+    """Libraries of torch that the script has turned off, by their names in torch.backends."""
     sees_gpu: bool | None = None
     """Whether torch can use a GPU."""
     no_gpu_because: Text = "the model and its batches are on the CPU"

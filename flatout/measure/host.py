@@ -42,6 +42,8 @@ VARIABLES = (
     "TORCH_DISTRIBUTED_DEBUG",
 )
 """Environment variables that rules look at."""
+BACKENDS = ("mkldnn", "cudnn")
+"""Libraries of convolutions and products that a script can turn off."""
 _IO, _PRESSURE = Path("/proc/self/io"), Path("/proc/pressure/io")
 
 
@@ -59,6 +61,7 @@ def host_facts(folder: Path) -> dict[str, Any]:
         "torch_version": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "sees_gpu": torch.cuda.is_available(),
+        "backends_off": tuple(n for n in BACKENDS if not getattr(torch.backends, n).enabled),
         "shared_gib": _free_gib(SHARED) if SHARED.exists() else None,
         "disk_free_gib": _free_gib(folder),
     }

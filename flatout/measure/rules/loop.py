@@ -68,7 +68,7 @@ def costly_workers(evidence: Evidence) -> Found:
 
 @rule(site="checkpointed recomputed")
 def needless_recomputing(evidence: Evidence) -> Found | None:
-    """Activations are computed again in the backward pass, although memory is free."""
+    """Activations are recomputed although memory is free."""
     lines = evidence.sites.get("recomputed", ())
     share = evidence.share(sum(one.seconds_per_step or 0.0 for one in lines), SLOW)
     return (

@@ -26,6 +26,18 @@ clock rate below which a power cap counts: all large GPUs reach it.
 """
 
 
+@rule()
+def backend_off(evidence: Evidence) -> Found:
+    """A library with which torch computes on this device is turned off."""
+    off = "cudnn" if evidence.on_gpu else "mkldnn"
+    name = f"torch.backends.{off}.enabled"
+    return (
+        off in evidence.backends_off and "slows",
+        f"{name} is off: convolutions and products run on slower code.",
+        (f"Remove the line that turns {name} off. To debug, use it for a few steps only.",),
+    )
+
+
 @rule(site="threads")
 def cpu_threads(evidence: Evidence) -> Found | None:
     """Operations on the CPU use fewer threads than there are cores, or more."""

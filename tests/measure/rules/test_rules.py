@@ -109,6 +109,7 @@ cpu:
   costly-line: {site: line}
   dropped-graphs: {site: dropped}
   needless-recomputing: {site: recomputed}
+  backend-off: {backends_off: [mkldnn]}
   costly-workers: {own_cores: 7.5, worker_cores: 4.0, site: worker}
   repeated-backward: {site: again}
   repeated-work: {site: repeated}

@@ -197,6 +197,7 @@ RECOMPUTES = (
     START
     + """
 from torch.utils.checkpoint import checkpoint
+torch.backends.mkldnn.enabled = False
 net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())])
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 for step in range(100_000):
@@ -212,6 +213,7 @@ def test_recomputing_with_free_memory_is_named_where_it_is_asked_for(diagnose):
     found = diagnose(RECOMPUTES)
     (again,) = (one for one in found.findings if one.name == "needless-recomputing")
     assert again.site.text.startswith("checkpoint(net, rows")
+    assert "backend-off" in names(found)
 
 
 EVALUATES = (
