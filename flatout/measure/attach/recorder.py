@@ -60,6 +60,8 @@ MOST_ATTRIBUTES = 100
 """An object with more is no record of a script."""
 MOST_CALLS = 50_000
 """Calls of a step that are noted. Each takes a few dozen microseconds."""
+OF_SUMS = re.compile("(Add|Sub|Mul|Div)Backward0")
+"""The nodes of sums and of running averages."""
 SKIPPED = ("__get__", "backward")
 """Attributes, such as .grad, and what the loop's phases show."""
 EARLY_STEP = 4
@@ -381,7 +383,9 @@ def keeper_of_graphs(frame: FrameType | None) -> str:
     """
     for name, value in held_by(frame).items():
         if isinstance(value, Tensor):
-            nodes = [*itertools.takewhile(_is_sum, itertools.islice(_chain(value.grad_fn), KEPT))]
+            some = itertools.islice(_chain(value.grad_fn), 4 * KEPT)  # of a running average, too
+            terms = itertools.takewhile(lambda node: OF_SUMS.match(node.name()), some)
+            nodes = [node for node in terms if node.name() == "AddBackward0"][:KEPT]
         else:
             kept = value.values() if isinstance(value, dict) else value
             nodes = [each for each in [*kept][-KEPT:] if any(map(_has_graph, tree_leaves(each)))]
@@ -392,10 +396,6 @@ def keeper_of_graphs(frame: FrameType | None) -> str:
 
 def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-def _is_sum(node: Any) -> bool:
-    return bool(node.name() == "AddBackward0")
 
 
 def _maker(node: Any) -> str:

@@ -200,6 +200,7 @@ class Trainer:
 
     def __init__(self, kind):
         self.kind, self.history, self.total = kind, {"loss": [], "step": []}, 0.0
+        self.mean = torch.zeros(())
 
     def run(self, weights):
         for step in range(12):
@@ -207,13 +208,16 @@ class Trainer:
             self.history["step"].append(step)
             if self.kind == "history":
                 self.history["loss"].append(loss)
-            else:
+            elif self.kind == "total":
                 self.total += loss
+            else:
+                self.mean = 0.9 * self.mean + 0.1 * loss
         return keeper_of_graphs(sys._getframe())
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("history", "self.history['loss']"), ("total", "self.total")]
+    ("kind", "name"),
+    [("history", "self.history['loss']"), ("total", "self.total"), ("mean", "self.mean")],
 )
 def test_an_attribute_that_keeps_graphs_is_named(weights, kind, name):
     assert Trainer(kind).run(weights) == name
