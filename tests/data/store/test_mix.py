@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -144,8 +145,8 @@ def test_a_position_does_not_depend_on_the_others_in_the_call(three):
 
 @pytest.mark.parametrize("loader_class", [DirectLoader, PrefetchLoader])
 def test_masks_and_documents_follow_their_sequences(three, loader_class):
-    with loader_class(
-        SequenceSteps(MixedDataset.open(three).split("train"), plan(), ShardReader())
+    with closing(
+        loader_class(SequenceSteps(MixedDataset.open(three).split("train"), plan(), ShardReader()))
     ) as loader:
         batches = [next(loader) for _ in range(12)]
     windows = torch.cat([batch.sequences_ABW.flatten(0, 1).int() for batch in batches]).numpy()
