@@ -27,7 +27,7 @@ GRADIENTS = [
     ),
     row(
         "cleared-gradients",
-        "The optimizer finds no gradients: they are cleared before its step, or of other weights.",
+        "The optimizer finds no gradients: they are cleared before its step, or of others.",
         lambda e: (e.without_gradients or 0.0) > 0.9 and "spoils",
         "{e.watched_optimizer} finds no gradients in {e.without_gradients:.0%} of the steps, "
         "although each goes backward: it updates nothing.",
@@ -79,7 +79,7 @@ GRADIENTS = [
     ),
     row(
         "lost-gradients",
-        "Of several backward passes of a step, some gradients are cleared and others are used.",
+        "Gradients of some backward passes of a step are cleared, and others are used.",
         lambda e: e.site("lost") and "spoils",
         "Gradients of the backward pass at {site} are cleared before the optimizer uses them, "
         "except for those of the last passes: it learns nothing from the other micro-batches.",

@@ -7,7 +7,7 @@ from flatout.measure.rules import row
 INPUTS = [
     row(
         "constant-inputs",
-        "All inputs of the model have one value.",
+        "All inputs of the model have the same value.",
         lambda e: e.constant_inputs and "spoils",
         "All values of each input of the model are the same: it is given nothing to learn from.",
         "Look at a batch where it is made: a division of integers, a wrong scale or an overflow.",
@@ -48,7 +48,7 @@ INPUTS = [
     ),
     row(
         "unshifted-targets",
-        "The targets of a model of tokens are its inputs.",
+        "A language model's targets are its unshifted inputs.",
         lambda e: e.site("unshifted") and "spoils",
         "The targets of the loss at {site} are the tokens that the model is given: it learns to "
         "repeat them. Only an autoencoder does so by design.",

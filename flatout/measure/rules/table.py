@@ -286,7 +286,7 @@ ROWS = [
     ),
     row(
         "dense-gradients",
-        "Gradients of few rows of an embedding update all of its rows.",
+        "Gradients of a few rows of an embedding update all of its rows.",
         lambda e: (
             (1.0 if e.full_rows is None else e.full_rows) < 0.1
             and e.share((e.optimizer_s or 0.0) * (e.largest_share or 0.0), 0.15)
@@ -418,7 +418,7 @@ ROWS = [
     ),
     row(
         "length",
-        "The run is so long for its data that it memorises it.",
+        "The run is so long that the model memorises its data.",
         lambda e: (
             ((e.epochs or 0.0) > 100 or (e.tokens_per_step or 0) > (e.train_tokens or math.inf))
             and "spoils"
@@ -673,7 +673,7 @@ ROWS = [
     ),
     row(
         "unused-results",
-        "Much of the results of a product has no effect on the loss.",
+        "Much of a matmul's result has no effect on the loss.",
         lambda e: (place := e.site("unused")) and e.share(place.seconds_per_step, 0.1),
         "{share:.0%} of each step computes results at {site} that the loss does not use: their "
         "gradients are zero.",
