@@ -51,7 +51,9 @@ KEYLESS = "Remove --field."
 INTEGERS = "Name token ids of an integer type."
 MOST_PADDING = 1024
 """Ids by which the vocabulary of a model may be larger than its tokenizer's."""
-_SPLIT = re.compile(r"(?:^|[_.-])(train|training|val|valid|validation|dev|eval|test)(?=[_.-]|$)")
+_SPLIT = re.compile(
+    r"(?:^|[_.-])(train|training|val|valid|validation|dev|eval|evaluation|test)(?=[_.-]|$)"
+)
 _LLM_C_BYTES = 1024
 """The header of llm.c: the magic number, the version, the number of tokens, and zeros."""
 _SAMPLED_WORDS = 4096

@@ -123,6 +123,12 @@ an end-of-text token of a .tiktoken file
         lambda w: w.write("odd.jsonl", '["one"]\n'),
     ),
     Case(
+        "the text as its own mask field",
+        f"prepare book.txt {NEW} --mask-field text",
+        ("the same field", "'text'"),
+        ("the field of the prompt", "--mask-field"),
+    ),
+    Case(
         "a mask field for text without rows",
         f"prepare book.txt {NEW} --mask-field prompt",
         ("book.txt has no rows", "--mask-field"),

@@ -51,6 +51,8 @@ CONTAINERS = (list, deque, dict, set)
 LOSSES_OF_LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss")
 NORMALISED = ("Softmax", "Sigmoid")
 """Loss functions that take logits, the last one their logarithms, and nodes of probabilities."""
+PAIRED = ("Div", "Mul", "Cat", "Bmm", "Sum")
+"""Nodes of logits that are products of features."""
 ARRANGES = re.compile(
     "(Unsafe)?View|Reshape|Transpose|Permute|T0|TBack|.*queeze|Select|Slice|Clone"
 )
@@ -246,7 +248,10 @@ class CallRecorder(TorchFunctionMode):
         if name in ("cross_entropy", "nll_loss") and len(given) > 1:
             with torch._C.DisableTorchFunction():
                 if given[1].shape in [one.shape[:1] for one in self.inputs]:  # one for each row
-                    self.classes[line, given[0].shape[1]].append(classes_in(given[1]))
+                    found = classes_in(given[1])
+                    # a contrastive loss has the true pair in the same column of every row
+                    if len(found) > 1 or not _maker(given[0].grad_fn).startswith(PAIRED):
+                        self.classes[line, given[0].shape[1]].append(found)
                 if self.predicted is None:
                     self.predicted = predicted(self.inputs, given[1])
                 if are_own(self.inputs, given[1]):

@@ -41,9 +41,12 @@ def slow_data(evidence: Evidence) -> Found | None:
         speedup("reader", "Read tokens instead of text: {set}."),
         speedup("loader", "Read ahead in the background: {set}."),
         more_workers,
-        evidence.site("worker data") and "Do the work of {line} once, before training.",
+        # without a line of a worker, that of the loop is where it waits
+        evidence.site("worker data" if not evidence.workers else "worker")
+        and "Do the work of {line} once, before training.",
         evidence.config and "Copy the dataset to a faster disk, or leave a core free for reading.",
-        "Make __getitem__ and collate_fn cheaper, or prepare the data once, before training.",
+        "Make __getitem__ and collate_fn cheaper, or prepare the data once, before training. A "
+        "DataLoader that is made, or started, in each epoch needs persistent_workers=True.",
     )
     what = f"{{share:.0%}} of each step waits for {'a disk' if is_disk else 'data'}."
     return evidence.share(wait_s, SLOW), what, ways

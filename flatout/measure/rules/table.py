@@ -62,8 +62,8 @@ COSTLY_ADVICE = (
     (r"one_hot", "Use the indices: F.cross_entropy and F.embedding take them."),
     (r"softmax\(|nll_loss|\.log\(", "F.cross_entropy takes the logits themselves: one function, "
      "without results between them."),
-    (r"None|unsqueeze|cdist", "It compares all pairs: expand the square, |a|² - 2ab + |b|², whose "
-     "product is one matmul."),
+    (r"\[[^]]*None|unsqueeze|cdist", "It compares all pairs: expand the square, |a|² - 2ab + "
+     "|b|², whose product is one matmul."),
     (r"\bfor\b", "Make one call for the whole batch instead of one for each element."),
     (r"\bcat\(|\bstack\(|append", "Write into one tensor that exists already, or keep a list and "
      "concatenate it once."),

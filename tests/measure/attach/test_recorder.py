@@ -73,6 +73,18 @@ def test_attention_and_float64_are_seen(weights):
     assert {"softmax", "float64"} <= recorder.found.counts.keys()
 
 
+@pytest.mark.parametrize("is_contrastive", [True, False])
+def test_pairs_of_a_contrastive_loss_are_no_classes(is_contrastive):
+    rows, head = torch.randn(64, 16), nn.Linear(16, 40)
+    with CallRecorder(lambda: "other") as recorder:
+        recorder.inputs = [rows]
+        logits = head(rows)
+        if is_contrastive:  # the true pair is first
+            logits = torch.cat([(logits * logits).sum(1, keepdim=True), logits @ logits.T], 1) / 0.2
+        nn.functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long))
+    assert bool(recorder.classes) is not is_contrastive
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_attention_whose_weights_are_returned_is_seen(need_weights):
     attention, rows = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 40, 8)

@@ -70,6 +70,11 @@ class Options:
                 "what the loss omits.",
                 fix="Remove one of the two.",
             )
+        if self.mask_field is not None and self.mask_field == (self.text_field or "text"):
+            raise DataError(
+                f"--mask-field and the text are the same field: {self.mask_field!r}.",
+                fix="Name the field of the prompt, or remove --mask-field.",
+            )
         if self.chat is not None and self.max_bytes is not None:
             raise DataError(
                 "--max-bytes and --chat cannot be combined: a conversation is not cut.",
