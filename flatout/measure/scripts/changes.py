@@ -269,7 +269,7 @@ CHANGES = {
         undo=("{model}._compiled_call_impl = None",),
     ),
     "passive-threads": Change(
-        "threads that wait sleep, and leave their cores to other processes",
+        "waiting threads sleep, and leave their cores to other processes",
         Edit(environment=PASSIVE),
         lambda e: {
             "The model is on a GPU.": e.on_gpu,

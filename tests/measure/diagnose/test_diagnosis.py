@@ -156,7 +156,7 @@ def test_the_text_shows_the_step_the_findings_and_the_rate_with_and_without_save
         planned_steps=18_000,
         train_tokens=1_000_000,
         epochs=2.5,
-        sites={"data": (SITE,), "own": (SITE.model_copy(update={"seconds_per_step": 0.03}),)},
+        sites={"worker": (SITE,), "own": (SITE.model_copy(update={"seconds_per_step": 0.03}),)},
         workers=2,
         cores=2,
         notes=("Oh.",),
