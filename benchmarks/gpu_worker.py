@@ -61,15 +61,17 @@ PYTEST = (
 )
 
 
+def _baseline(name: str, apply: Any, how: str, *, rtol: float) -> Speedup:
+    saves = f"nothing: a baseline {how}"
+    return Speedup(name=name, apply=apply, saves=saves, tolerance=Tolerance.rounding(rtol=rtol))
+
+
 def _use_fft(parts: Parts) -> None:
     parts.scan = fft
 
 
-FFT_SCAN = Speedup(
-    name="fft-scan",
-    apply=_use_fft,
-    saves="nothing: a baseline that computes the recurrence by FFT, as public code does",
-    tolerance=Tolerance.rounding(rtol=1e-3),
+FFT_SCAN = _baseline(
+    "fft-scan", _use_fft, "that computes the recurrence by FFT, as public code does", rtol=1e-3
 )
 
 
@@ -80,11 +82,8 @@ def _keep_fp32(parts: Parts) -> None:
     parts.activations = widen
 
 
-FP32_STATES = Speedup(
-    name="fp32-states",
-    apply=_keep_fp32,
-    saves="nothing: a baseline whose hidden states stay in fp32 beside matmuls in bf16",
-    tolerance=Tolerance.rounding(rtol=2e-2),
+FP32_STATES = _baseline(
+    "fp32-states", _keep_fp32, "whose hidden states stay in fp32 beside matmuls in bf16", rtol=2e-2
 )
 
 
@@ -100,11 +99,11 @@ def _round_products(_parts: Parts) -> None:
     cross_entropy._add_product = rounded
 
 
-ROUNDED_GRADIENT = Speedup(
-    name="rounded-gradient",
-    apply=_round_products,
-    saves="nothing: a baseline that rounds each chunk's part of the output weight's gradient",
-    tolerance=Tolerance.rounding(rtol=2e-2),
+ROUNDED_GRADIENT = _baseline(
+    "rounded-gradient",
+    _round_products,
+    "that rounds each chunk's part of the output weight's gradient",
+    rtol=2e-2,
 )
 
 
