@@ -22,7 +22,7 @@ from flatout.config.schema import flat
 from flatout.config.words import metadata_rows
 from flatout.data.sources.packed import import_package
 from flatout.errors import DataError
-from flatout.storage.files import Array, load_torch
+from flatout.storage.files import Array, load_torch, require_checksums
 from flatout.storage.json_io import JsonObject, read_object
 from flatout.storage.recognised import (
     CHUNK_NAME,
@@ -311,6 +311,7 @@ def _torch(path: Path, reading: Reading) -> Array:
     import torch
 
     found = load_torch(path, DataError)
+    require_checksums(path, DataError)
     if isinstance(found, dict) or reading.field:
         keyed = found if isinstance(found, dict) else {}
         tensors = {str(k): v for k, v in keyed.items() if torch.is_tensor(v)}

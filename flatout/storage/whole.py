@@ -11,11 +11,12 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
+import os
 import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -25,7 +26,7 @@ from pydantic import BaseModel
 from flatout.display import amount
 from flatout.errors import DataError, MissingPackage
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import BLOCK_BYTES, PART, FileEntry, sha256, sync
+from flatout.storage.files import BLOCK_BYTES, PART, FileEntry, lock, sha256, sync
 from flatout.storage.remote.connection import NothingThere
 from flatout.storage.remote.folder import RemoteFolder
 from flatout.storage.remote.parallel import Advance, transfer_all
@@ -97,18 +98,24 @@ def beside(path: Path, kind: str = PART) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a new directory, which takes the name `path` when the block has succeeded.
 
-    After an error it is deleted, and an earlier directory of that name stays as it was.
+    After an error it is deleted, and an earlier directory of that name stays as it was. It is
+    locked, so that nobody else sweeps it.
     """
     path = path.absolute()
     sweep(path.parent, glob.escape(path.name))
     temporary = beside(path)
     temporary.mkdir(parents=True)
+    descriptor = os.open(temporary, os.O_RDONLY)
     try:
+        with suppress(OSError):  # a disk without locks
+            lock(descriptor)
         yield temporary
         publish(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        os.close(descriptor)
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -148,7 +155,7 @@ def sweep(parent: Path, pattern: str) -> list[str]:
 
     A directory that was being replaced gets its name back if that is free.
     """
-    left = sorted(parent.glob(f"{pattern}{PART}*{RANDOM}"))
+    left = [one for one in sorted(parent.glob(f"{pattern}{PART}*{RANDOM}")) if not _in_use(one)]
     for old in sorted(parent.glob(f"{pattern}{OLD}{RANDOM}")):
         path = old.with_name(old.name.rpartition(OLD)[0])
         if path.exists():
@@ -158,6 +165,19 @@ def sweep(parent: Path, pattern: str) -> list[str]:
     for path in left:
         shutil.rmtree(path, ignore_errors=True)  # another process may delete it too
     return [path.name for path in left if not path.exists()]
+
+
+def _in_use(path: Path) -> bool:
+    """Return whether a process is writing a directory."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            lock(descriptor)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 class Altered(DataError):

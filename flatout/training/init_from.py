@@ -14,7 +14,7 @@ from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.export_mark import require_as_exported
-from flatout.models.families.files import require_checksums
+from flatout.models.families.files import weight_files
 from flatout.models.families.hub import PREFIX
 from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import model_of
@@ -22,7 +22,7 @@ from flatout.models.lora import adapters_of, with_adapters
 from flatout.ops import Ops
 from flatout.optim.moments import FP32, kept_by
 from flatout.progress import SILENT, Progress, counted
-from flatout.storage.files import writing_run
+from flatout.storage.files import require_checksums, writing_run
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import prepare_it, recognise, require_local
 from flatout.storage.streams import shortened
@@ -65,7 +65,8 @@ def resolve_init_from(
             require_as_exported(given if given.is_dir() else given.parent, progress=progress)
         found = find_model(init_from, for_run=config.lora.rank is None, progress=progress)
         path, theirs = found.path, found.keys
-        require_checksums(path)
+        for file in weight_files(path):
+            require_checksums(file)
         ForeignWeights(found, model).require_fit(shapes_of(model))
         folder = path if path.is_dir() else path.parent
         require_tokenizer_of(folder, members_of(dataset)[0].dataset, progress=progress)

@@ -291,7 +291,7 @@ CASES = [
         "a file of weights with a changed byte",
         "train bare.yaml train.init_from=theirs",
         ("pytorch_model.bin is damaged", "does not match its checksum"),
-        ("Get the file again",),
+        ("Copy or write the file again",),
         changed_byte,
     ),
     Case(

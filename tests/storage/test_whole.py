@@ -89,6 +89,16 @@ def test_an_error_leaves_the_earlier_directory_as_it_was(tmp_path, monkeypatch):
     assert (tmp_path / "out" / MANIFEST).read_text() == "first"
 
 
+def test_what_somebody_else_is_writing_is_not_swept(tmp_path):
+    with replacing(tmp_path / "out") as one:
+        (one / MANIFEST).write_text("first")
+        write(tmp_path / "out", "second")
+        assert sweep(tmp_path, "out") == []
+        assert (one / MANIFEST).read_text() == "first"
+    assert (tmp_path / "out" / MANIFEST).read_text() == "first"
+    assert names(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize(
     ("left", "found", "removed"),
     [

@@ -7,7 +7,6 @@ code, and only its tensors and plain values are used.
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -145,21 +144,6 @@ def weight_files(path: Path) -> list[Path]:
                 f"{name} lists, if its tensors are in other files.",
             )
     return [path / file for file in files]
-
-
-def require_checksums(path: Path) -> None:
-    """Check the weights in files of torch.save against the checksums in them, if they have any.
-
-    Raises: CheckpointError.
-    Cost:   reads every file: 0.45 s per GB, where loading takes 2.4 s.
-    """
-    for file in filter(zipfile.is_zipfile, weight_files(path)):
-        with zipfile.ZipFile(file) as archive:
-            if archive.infolist()[0].CRC and (damaged := archive.testzip()):
-                raise CheckpointError(
-                    f"{file} is damaged: {damaged} in it does not match its checksum.",
-                    fix=GET_AGAIN,
-                )
 
 
 def candidates(folder: Path) -> list[Path]:

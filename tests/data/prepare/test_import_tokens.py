@@ -407,6 +407,15 @@ def test_any_changed_byte_gives_integers_or_a_named_error(tmp_path, name):
     assert all(str(path) in what and "weights_only" not in what for what in messages)
 
 
+def test_a_changed_token_is_named_by_its_checksum(tmp_path, imported, nothing_kept):
+    path = WRITERS["a.pt"](tmp_path / "a.pt", list(range(100)))
+    whole, token = path.read_bytes(), torch.arange(40, 60).numpy().tobytes()
+    assert whole.count(token) == 1
+    path.write_bytes(whole.replace(token, torch.arange(40, 60).flip(0).numpy().tobytes()))
+    with pytest.raises(DataError, match=r"a\.pt is damaged: .*does not match its checksum"):
+        imported(path)
+
+
 def test_the_key_of_a_dict_can_be_named(imported, chunks):
     folder = chunks({0: {"a": torch.arange(50), "b": torch.arange(50) + 100}})
     with pytest.raises(DataError, match="has no key 'c'") as caught:
