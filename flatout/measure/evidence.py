@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from flatout.config.schema import RunConfig
 from flatout.display import Show
-from flatout.hardware.machine import Machine
+from flatout.hardware.machine import BUSY_CORES, Machine
 from flatout.storage.files import Stored
 from flatout.storage.streams import shortened
 
@@ -61,6 +61,9 @@ MIN_SAVES = 3
 The first one allocates its buffers and opens its directory, and the last one comes at the end of
 every run however long it is: two tell nothing about what saves take of a longer run.
 """
+MOST_WORKERS = 8
+"""Most workers of a DataLoader that are advised, or tried, for each process."""
+HALF = 0.5
 MIN_SHARED_GIB = 0.1
 """Least shared memory with which workers are advised. Containers have 64 MiB if none is stated."""
 
@@ -371,6 +374,8 @@ class Evidence(Stored):
     """What it reads: `memory` means rows of tensors, `iterable` one that has no indices."""
     pinned: bool = True
     """Whether its batches are pinned."""
+    reads_ran: Number = None
+    """Share of the waits for data for which the loop's thread ran."""
     calls: tuple[str, ...] = ()
     """Kinds of calls of the script that a patch may edit, as those of a `Site`."""
     dtype: str = "float32"
@@ -457,6 +462,10 @@ class Evidence(Stored):
     """Steps in which the learning rate halves, if it falls by equal factors."""
     tiny_rates: float = 0.0
     """Share of the steps with a learning rate of next to nothing, compared with the highest one."""
+    padded_targets: tuple[int, float] | None = None
+    """The id of padding that the loss counts, and its share of the targets."""
+    equal_units: str = ""
+    """A layer whose units all have the same weights, by its name."""
     same_rows: Count = None
     """Rows of the loader's first batches, if these all have the same values."""
     dataset_rows: Count = None
@@ -524,6 +533,13 @@ class Evidence(Stored):
         """How soon the learning rate falls."""
         soon = self.halved_after
         return f": it halves every {soon:.0f} steps" if soon else ""
+
+    @property
+    def reads_asleep(self) -> bool:
+        """Whether what reads the data mostly sleeps, as it does for a slow disk or a network."""
+        ran = self.worker_cores if self.workers else self.reads_ran
+        is_quiet = (self.other_busy_cores or 0.0) <= BUSY_CORES  # else it may wait for a core
+        return ran is not None and is_quiet and ran < HALF * (self.workers or 1)
 
     @property
     def lacks_shared(self) -> bool:

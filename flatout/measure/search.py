@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.measure.intervals import LEAST_GAIN, Figure
+from flatout.measure.intervals import LEAST_GAIN, ROUNDS, Figure
 from flatout.measure.moves import Move, Setting
 from flatout.measure.race import Race, Row, TimeIsUp, absent_row
 
@@ -152,14 +152,21 @@ class Search:
         return one.taken
 
     def prove(
-        self, after: Setting, before: Setting, move: Move | None = None, *, reserve: int = 0
+        self,
+        after: Setting,
+        before: Setting,
+        move: Move | None = None,
+        *,
+        rounds: int = ROUNDS,
+        reserve: int = 0,
     ) -> str | None:
         """Race two settings, and return why the first one is not proven better. None: it is.
 
         Its losses differ, or its gain is not clear.
         """
         race = self.race
-        why, gain = race.compare(after, before, reserve=reserve), race.gain(after, before)
+        why = race.compare(after, before, rounds=rounds, reserve=reserve)
+        gain = race.gain(after, before)
         if why is not None:
             return why if race.failure(after) else f"{UNPROVEN}: {why}"
         check = race.check(after, before)

@@ -235,6 +235,38 @@ def test_the_same_rows_in_every_step_are_named(is_moved_on):
     assert (found.rows, found.dataset_rows, found.same_rows) == (4, 64, rows)
 
 
+def test_reading_that_sleeps_is_told_from_reading_that_computes():
+    class Rows(torch.utils.data.Dataset):
+        def __init__(self, sleeps):
+            self.sleeps = sleeps
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            end_s = time.thread_time() + 0.01
+            while not self.sleeps and time.thread_time() < end_s:
+                pass
+            time.sleep(0.01 * self.sleeps)
+            return ROWS[index]
+
+    def share(sleeps):
+        model = torch.nn.Linear(WIDTH, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        loop = follower.Follower("script", at_exit=lambda: None, recorded_steps=0)
+        try:
+            for batch in torch.utils.data.DataLoader(Rows(sleeps), batch_size=2):
+                model(batch).square().mean().backward()
+                optimizer.step()
+            return loop.evidence().reads_ran
+        finally:
+            loop.close()
+
+    asleep = share(sleeps=True)
+    assert 0 < asleep < 0.5
+    assert asleep < share(sleeps=False) <= 1.05
+
+
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # older versions of torch
 def test_an_active_profiler_is_left_alone(watch):
     with torch.profiler.profile() as profiler:

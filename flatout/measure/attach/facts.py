@@ -15,6 +15,8 @@ from flatout.measure.evidence import Evidence
 
 MOST_RATES, SAME = 500, 1e-3
 """Learning rates that are kept, and how far factors are apart that are the same."""
+LEAST_UNITS = 4
+"""Fewest units of a layer that tell something."""
 TINY_RATE = 1e-4
 """Share of the highest learning rate below which nothing is learned."""
 
@@ -72,8 +74,10 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     """Return what changes of a model depend on, by the names in `Evidence`."""
     modules = [*model.modules()]
     largest = max(model.parameters(), key=Tensor.numel, default=torch.empty(0))
+    units = (one for one in model.named_parameters() if one[1].requires_grad and one[1].dim() > 1)
     return {
         "dtype": str(largest.dtype).removeprefix("torch."),
+        "equal_units": next((name for name, weights in units if are_equal(weights)), ""),
         "convolutions": any(
             isinstance(one, nn.Conv2d)
             and not one.weight.is_contiguous(memory_format=torch.channels_last)
@@ -85,6 +89,14 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
             for one in modules
         ),
     }
+
+
+def are_equal(weights: Tensor) -> bool:
+    """Return whether all units of a layer have the same weights, which are not zero."""
+    is_layer = len(weights) >= LEAST_UNITS and weights[0].numel() > 1
+    is_plain = type(weights) is nn.Parameter and weights.device.type in ("cpu", "cuda")
+    first = weights[:1] if is_layer and is_plain else None
+    return first is not None and bool(first.any()) and bool((weights == first).all())
 
 
 def optimizer_facts(optimizer: Any) -> dict[str, Any]:

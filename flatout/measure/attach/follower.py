@@ -624,6 +624,7 @@ class Follower:
                 calls_s = found.work_s + (found.host_s or 0.0) + (found.other_s or 0.0)
                 sites |= recorder.work.sites(stages.called_steps, calls_s)
             update["only_classes"] = recorder.sorted_classes(stages.called_steps)
+            update["padded_targets"] = recorder.padded_targets()
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
         lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
@@ -656,13 +657,10 @@ class Follower:
         sites |= by_line
         update |= {} if self.model is None else model_facts(self.model)
         update |= {
-            "workers": self._hooks.workers,
-            "pinned": self._hooks.pinned,
             "calls": tuple({one.kind for one in calls}),
             "autocast": self._in_autocast,
             "tf32": torch.get_float32_matmul_precision() != "highest",
             "anomaly_detection": self._has_anomaly_detection,
-            "dataset": self._hooks.dataset,
             "evaluation_mode": self._steps_in_evaluation_mode / steps * matters,
             "looks_ahead": self._looks_ahead,
             "mixes_rows": self._mixes_rows,
@@ -674,7 +672,7 @@ class Follower:
             update["tracer"] = self._tracer
         with suppress(TypeError):  # it has no length
             update["dataset_rows"] = len(self._hooks.read[0]())
-        update |= self._inputs.found() | {"same_rows": self._hooks.batches.rows}
+        update |= self._inputs.found() | self._hooks.found()
         update |= self._course.found()
         update |= wasted(self._early_gradients, self.model, self._learning.first)
         update |= self._learning.found(self.model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -99,8 +100,20 @@ class Hooks:
         """Whether its batches are pinned."""
         self.read: tuple[Callable[[], Any], Any] = (lambda: None, None)
         """A reference to the dataset, and the function that makes batches of its items."""
+        self.waited_s = self.ran_s = 0.0
+        """Seconds of waits for data, and those for which the loop's thread ran, by its clock."""
         self.batches = Batches()
         self._timer = timer
+
+    def found(self) -> dict[str, Any]:
+        """Return what was seen of the data, by the names in `Evidence`."""
+        return {
+            "workers": self.workers,
+            "dataset": self.dataset,
+            "pinned": self.pinned,
+            "reads_ran": self.ran_s / self.waited_s if self.waited_s else None,
+            "same_rows": self.batches.rows,
+        }
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -177,10 +190,13 @@ class Hooks:
             if not self.starts(phase):
                 return plain(*args, **kwargs)
             before_s = self._timer.seconds[phase]
+            start_s, cpu_s = time.perf_counter(), time.thread_time()
             try:
                 with self._timer.phase(phase):
                     returned = plain(*args, **kwargs)
                 if phase == "data_wait":
+                    self.waited_s += time.perf_counter() - start_s
+                    self.ran_s += time.thread_time() - cpu_s
                     guarded(self.batches.look)(returned)
                 return returned
             finally:

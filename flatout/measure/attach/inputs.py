@@ -21,6 +21,8 @@ MIXED = 0.6
 """Share of the classes that a shuffled batch has up to which batches are sorted."""
 LEAST_EQUAL = 5
 """Batches that must equal the first one."""
+MUCH = 0.25
+"""Share of the targets from which padding among them counts."""
 MANY, LARGE, SPREAD = 64, 100, 20
 """Fewest values of an input that tell something, a large one, and the deviation of large ones."""
 
@@ -144,6 +146,27 @@ def sorted_classes(seen: Sequence[Counter[int]]) -> int | None:
     rows = every.total() / len(seen)
     mixed = sum(1 - (1 - number / every.total()) ** rows for number in every.values())
     return len(every) if statistics.fmean(map(len, seen)) <= MIXED * mixed else None
+
+
+def padding_id(targets: Tensor, rows: int) -> tuple[int, float] | None:
+    """Return the value that fills up rows of different lengths, and its share of the targets.
+
+    It is at one end of the rows, and nowhere else. None: there is none, or little of it.
+    Shapes: targets (B, T) or (T, B), or flattened. `rows` is B.
+    """
+    if targets.is_floating_point() or targets.dim() > 2 or targets.numel() % rows:
+        return None
+    for rows_first in (targets.reshape(rows, -1), targets.reshape(-1, rows).t()):
+        for each in (rows_first, rows_first.flip(1)):
+            if each.shape[1] < LEAST_EQUAL:
+                continue
+            is_last = each == each[:, -1].mode().values
+            lengths = is_last.flip(1).cumprod(1).sum(1)
+            share = float(lengths.sum() / targets.numel())
+            is_only = bool(is_last.sum() == lengths.sum()) and bool((lengths != lengths[0]).any())
+            if is_only and share >= MUCH:
+                return int(each[is_last][0]), share
+    return None
 
 
 def plain_in(given: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import statistics
 import sys
 import time
 import weakref
@@ -24,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatout.config.registry import is_user_code
 from flatout.measure.attach.causality import are_own, predicted
 from flatout.measure.attach.guard import guarded
-from flatout.measure.attach.inputs import classes_in, sorted_classes
+from flatout.measure.attach.inputs import classes_in, padding_id, sorted_classes
 from flatout.measure.attach.lines import (
     MIN_SAMPLES,
     Line,
@@ -90,6 +91,8 @@ class CallRecorder(TorchFunctionMode):
         """Lines of `op`, `softmax`, `float64`, `broadcast` and others, as in `Evidence.sites`."""
         self.classes = defaultdict[tuple[Line, int], list[Counter[int]]](list)
         """For each loss of classes, those of its targets, by line and number of all classes."""
+        self._padded: list[tuple[int, float] | None] = []
+        """For each mean loss of tokens, what `padding_id` returned for its targets."""
         self._phase = phase
         self._open: list[tuple[Any, Line, float, int]] = []
         """Nodes that no backward pass has gone through, the lines that made them, the seconds that
@@ -224,7 +227,7 @@ class CallRecorder(TorchFunctionMode):
             if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
                 self.found.add("broadcast", line, seconds)
         if name.endswith(("cross_entropy", "_loss", "_logits")):
-            self._note_loss(name, two, line, seconds)
+            self._note_loss(name, two, kwargs or {}, line, seconds)
         weights = every[1] if name == "multi_head_attention_forward" else None
         if weights is not None and weights.shape[-1] >= MIN_ATTENTION:  # nn.MultiheadAttention's
             self.found.add("softmax", line, seconds)
@@ -243,10 +246,19 @@ class CallRecorder(TorchFunctionMode):
                 return number
         return None
 
-    def _note_loss(self, name: str, given: list[Tensor], line: Line, seconds: float) -> None:
+    def padded_targets(self) -> tuple[int, float] | None:
+        """Return the id of padding and its share of the targets, if every loss counts it."""
+        first, shares = self._padded[:1], [one[1] for one in self._padded if one]
+        is_one = first and first[0] and all(one and one[0] == first[0][0] for one in self._padded)
+        return (first[0][0], statistics.fmean(shares)) if is_one and first[0] else None
+
+    def _note_loss(
+        self, name: str, given: list[Tensor], kwargs: Any, line: Line, seconds: float
+    ) -> None:
         """Note what a loss is given."""
         if name in ("cross_entropy", "nll_loss") and len(given) > 1:
             with torch._C.DisableTorchFunction():
+                self._note_padding(given[1], kwargs, line)
                 if given[1].shape in [one.shape[:1] for one in self.inputs]:  # one for each row
                     found = classes_in(given[1])
                     # a contrastive loss has the true pair in the same column of every row
@@ -260,6 +272,18 @@ class CallRecorder(TorchFunctionMode):
             self.found.add("normalised", line, seconds)
         if name == "binary_cross_entropy" and given[:1] and given[0].requires_grad:
             self.found.add("rounded", line, seconds)
+
+    def _note_padding(self, targets: Tensor, kwargs: Any, line: Line) -> None:
+        """Note the padding that a mean loss counts among its targets, if it has several per row."""
+        sizes = {size for one in self.inputs for size in one.shape[:2] if 1 < size < len(targets)}
+        every = (padding_id(targets, rows) for rows in sizes | {len(targets)})
+        found = next(filter(None, every), None)
+        weight, is_mean = kwargs.get("weight"), kwargs.get("reduction") != "none"
+        ignored = (kwargs.get("ignore_index"), -100)
+        if found and (found[0] in ignored or not (weight is None or weight[found[0]])):
+            found = None
+        self._padded.append(found if is_mean else None)
+        self.found.add("padded-loss", line, 0.0)
 
 
 def own_lines(

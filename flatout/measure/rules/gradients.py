@@ -69,6 +69,15 @@ GRADIENTS = [
         unless="work-without-effect",
     ),
     row(
+        "equal-units",
+        "All units of a layer have the same weights, and learn the same.",
+        lambda e: e.equal_units and "spoils",
+        "All units of {e.equal_units} still have the same weights: they compute and learn the same "
+        "as a single one.",
+        "Initialise it with random numbers, such as those of nn.init.xavier_uniform_().",
+        site="optimizer",
+    ),
+    row(
         "evaluation-mode",
         "The model stays in evaluation mode while it is trained.",
         lambda e: (e.evaluation_mode or 0.0) >= 0.05 and e.site("evaluation-mode") and "spoils",
@@ -208,7 +217,7 @@ GRADIENTS = [
     ),
     row(
         "unlearned-weights",
-        "Weights of the model have gradients, and no optimizer updates them.",
+        "Weights of the model never learn: no optimizer has them.",
         lambda e: e.unlearned and "spoils",
         "No optimizer updates {e.unlearned}, which have gradients: they never learn.",
         "Give the optimizer all weights: model.parameters().",
@@ -269,7 +278,7 @@ GRADIENTS = [
     ),
     row(
         "wasted-gradients",
-        "Gradients are computed for weights that no optimizer updates.",
+        "Part of the backward pass is for weights that no optimizer updates.",
         lambda e: e.share(2 / 3 * (e.wasted_gradients or 0.0) * e.work_s, 0.1),
         "{e.wasted_gradients:.0%} of the gradients belong to weights that no optimizer updates.",
         "Give them to the optimizer if they should learn. Otherwise set requires_grad_(False) for "

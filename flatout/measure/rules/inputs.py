@@ -14,6 +14,15 @@ INPUTS = [
         site="padding",
     ),
     row(
+        "padded-targets",
+        "The loss counts padding among its targets.",
+        lambda e: e.padded_targets and "spoils",
+        "{e.padded_targets[1]:.0%} of the targets of the loss are padding, of the id "
+        "{e.padded_targets[0]}, which the model learns to predict.",
+        lambda e, _: e.padded_targets and f"Give the loss ignore_index={e.padded_targets[0]}.",
+        site="padded-loss",
+    ),
+    row(
         "same-randomness",
         "Each step sets the same random seed.",
         lambda e: e.site("seeded") and "spoils",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from flatout.config.schema import RunConfig, parse_overrides
-from flatout.measure.evidence import Evidence
+from flatout.measure.evidence import MOST_WORKERS, Evidence
 from flatout.measure.rules import Found, Remedy, rule, speedup
 
 SLOW = 0.1
@@ -85,7 +85,7 @@ def needless_recomputing(evidence: Evidence) -> Found | None:
 def more_workers(evidence: Evidence, share: float) -> Remedy:
     """Return the remedy to read in more processes, if there are cores for them."""
     now = evidence.workers or 0
-    free = (evidence.cores or 8) - 1 - now
+    free = (MOST_WORKERS if evidence.reads_asleep else (evidence.cores or 8) - 1) - now
     if evidence.config is not None or evidence.dataset == "memory" or (free < 1 and now):
         return None
     workers = max(min(math.ceil(share / max(1 - share, 0.05)), free), 1) + now

@@ -11,16 +11,13 @@ from dataclasses import dataclass, replace
 
 from flatout.distributed.launch import stated_variables
 from flatout.hardware.machine import BUSY_CORES, probe
-from flatout.measure.evidence import Evidence
+from flatout.measure.evidence import MOST_WORKERS, Evidence
 from flatout.measure.scripts.patch import Edit
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch with a fused form on every device."""
 LEAST_WAIT, WORTH_WAIT = 0.02, 0.08
 """Share of a step from which waiting for data is worth screening, and trials of processes."""
-MOST_WORKERS = 8
-"""Most workers of a DataLoader that are tried."""
-WORKERS = {"num_workers": "{workers}", "persistent_workers": "True"}
 HF = "TrainingArguments SFTConfig DPOConfig GRPOConfig"
 """Classes that hold what transformers' Trainer, and those of TRL, are told."""
 HEAP = {
@@ -109,21 +106,42 @@ def calls(kind: str) -> Callable[[Evidence], Mapping[str, object]]:
     return lambda e: {"The script does not call it.": kind not in e.calls}
 
 
+def workers(number: str) -> Edit:
+    """Return the edit with this number of workers."""
+    keywords = {"num_workers": number, "persistent_workers": "True"}
+    library = {HF: {f"dataloader_{name}": text for name, text in keywords.items()}}
+    return Edit(at="loader", keywords=keywords, library=library)
+
+
+def no_workers(evidence: Evidence, number: int) -> dict[str, object]:
+    """Return the obstacles for this number of workers."""
+    waits = evidence.share(evidence.data_wait_s) or 0.0
+    return {
+        "There is no DataLoader over a map-style dataset.": evidence.workers is None
+        or evidence.dataset == "iterable",
+        "The steps wait too little for data.": waits < WORTH_WAIT,
+        "There are as many workers already.": (evidence.workers or 0) >= number,
+        "Its rows are tensors in memory, which workers would only copy.": evidence.dataset
+        == "memory",
+        "/dev/shm is too small: workers send batches through it.": evidence.lacks_shared,
+    }
+
+
 CHANGES = {
     "data-workers": Change(
         "worker processes read the data, and stay between epochs",
-        Edit(
-            at="loader",
-            keywords=WORKERS,
-            library={HF: {f"dataloader_{name}": text for name, text in WORKERS.items()}},
-        ),
+        workers("{workers}"),
         lambda e: {
-            "There is no DataLoader over a map-style dataset.": e.workers is None
-            or e.dataset == "iterable",
-            "The steps wait too little for data.": (e.share(e.data_wait_s) or 0.0) < WORTH_WAIT,
-            "There are as many workers already.": (e.workers or 0) >= num_workers(),
-            "Its rows are tensors in memory, which workers would only copy.": e.dataset == "memory",
-            "/dev/shm is too small: workers send batches through it.": e.lacks_shared,
+            **no_workers(e, num_workers()),
+            "Reading waits for a disk or a network: see more-workers.": e.reads_asleep,
+        },
+    ),
+    "more-workers": Change(
+        f"{MOST_WORKERS} worker processes read the data, which waits for a disk or a network",
+        workers(str(MOST_WORKERS)),
+        lambda e: {
+            **no_workers(e, MOST_WORKERS),
+            "Reading the data keeps the processor busy.": not e.reads_asleep,
         },
     ),
     "cached-items": Change(

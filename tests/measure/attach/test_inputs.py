@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout.measure.attach.inputs import Batches, Inputs, classes_in, sorted_classes
+from flatout.measure.attach.inputs import Batches, Inputs, classes_in, padding_id, sorted_classes
 
 
 def padded(lengths, width=64, *, left=False):
@@ -107,6 +107,31 @@ def test_inputs_whose_values_tell_nothing_or_are_not_scaled_are_noticed(pass_, f
         inputs.look(pass_(step), {}, reads=True)
     seen = inputs.found()
     assert {name for name in ("constant_inputs", "large_inputs") if seen[name]} == {*found.split()}
+
+
+TOKENS = padded([5, 16, 9, 30], width=32)
+TARGETS = {
+    "rows first": (TOKENS, 0),
+    "rows last": (TOKENS.t(), 0),
+    "flattened": (TOKENS.flatten(), 0),
+    "flattened, rows last": (TOKENS.t().flatten(), 0),
+    "left": (padded([5, 16, 9, 30], width=32, left=True), 0),
+    "ignored": (TOKENS.masked_fill(TOKENS == 0, -100), -100),
+    "all of a length": (padded([16, 16, 16, 16], width=32), None),
+    "little of it": (padded([31, 32, 29, 30], width=32), None),
+    "also in the middle": (TOKENS.index_fill(1, torch.tensor([2]), 0), None),
+    "text": (torch.arange(128).reshape(4, 32) % 7, None),
+    "classes": (torch.tensor([0, 1, 0, 0]), None),
+    "of other rows": (torch.arange(30), None),
+    "numbers": (TOKENS.float(), None),
+    "images": (torch.zeros(4, 8, 8, dtype=torch.long), None),
+}
+
+
+@pytest.mark.parametrize(("targets", "number"), TARGETS.values(), ids=TARGETS)
+def test_padding_among_targets_is_what_fills_up_rows(targets, number):
+    found = padding_id(targets, rows=4)
+    assert found == (None if number is None else (number, 1 - 60 / 128))
 
 
 LABELS = torch.arange(2000) // 100

@@ -105,6 +105,7 @@ cpu:
   unused-results: {site: unused}
   disk-space: {disk_needed_gib: 200.0}
   double-precision: {float64_s: 0.03, site: float64}
+  equal-units: {equal_units: hidden.weight, site: optimizer}
   evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
   costly-line: {site: line}
   dropped-graphs: {site: dropped}
@@ -149,6 +150,7 @@ cpu:
   growing-work: {site: growing}
   length: {epochs: 400.0}
   out-of-memory: {failure: {kind: out-of-memory, message: It fails.}}
+  padded-targets: {padded_targets: [0, 0.4], site: padded-loss}
   padding: {padding: 0.6, site: padding}
   recompiles: {compile_s: 0.05, recompiles: 0.5, recompile_reason: size mismatch}
   slow-code: {site: own}
@@ -230,6 +232,7 @@ def test_a_planted_cause_is_the_only_finding_and_a_script_needs_no_recipe(health
 
 GROWING = {"growth_bytes": 2.0**20}
 SLOW_DATA = {"data_wait_s": 0.04, "counterfactual_s": {}, "config": None}
+ASLEEP = SLOW_DATA | {"cores": 2, "threads": 2, "workers": 0, "reads_ran": 0.1}
 SMALL = {"batch.rows_per_device": 1, "batch.accumulate": 8}
 STORM = {"gc_s": 0.02, "collections": 2.0}
 
@@ -268,6 +271,9 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", SLOW_DATA, "slow-data s", "num_workers=1,"),
         ("cpu", SLOW_DATA | {"workers": 2}, "slow-data s", "num_workers=3,"),
         ("cpu", SLOW_DATA | {"workers": 2, "cores": 2, "threads": 2}, "slow-data s", "__getitem__"),
+        ("cpu", ASLEEP | {"data_wait_s": 0.07}, "slow-data s 70%", "num_workers=3,"),
+        ("cpu", ASLEEP | {"workers": 2, "worker_cores": 0.2}, "slow-data s", "num_workers=3,"),
+        ("cpu", ASLEEP | {"workers": 2, "worker_cores": 1.9}, "slow-data s", "__getitem__"),
         ("cpu", SLOW_DATA | {"dataset": "memory"}, "slow-data s", "rows[indices], with num_w"),
         ("cpu", SLOW_DATA | {"dataset": "iterable"}, "slow-data s", "get_worker_info"),
         ("cpu", SLOW_DATA | {"shared_gib": 1 / 16}, "slow-data s", "--shm-size"),

@@ -152,6 +152,43 @@ def test_a_seed_in_each_step_sorted_data_and_an_evaluation_in_training_mode_are_
     assert named["vanished-rate"] == "optimizer.step()"
 
 
+PADDED = (
+    START
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.hidden = nn.Embedding(50, 32), nn.Linear(32, 64)
+        self.head = nn.Linear(64, 50)
+        for weights in [*self.hidden.parameters(), *self.head.parameters()]:
+            nn.init.constant_(weights, 0.02)
+    def forward(self, tokens):
+        return self.head(torch.relu(self.hidden(self.table(tokens))))
+
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+rows = torch.randint(1, 50, (32, 65))
+rows[torch.arange(65) >= torch.randint(10, 50, (32, 1))] = 0
+for step in range(100_000):
+    logits = model(rows[:, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+)
+
+
+def test_padding_among_the_targets_and_equal_units_are_named(diagnose):
+    named = {one.name: one for one in diagnose(PADDED).findings}
+    assert named["padded-targets"].site.text.startswith("loss = nn.functional.cross_entropy")
+    assert "ignore_index=0" in named["padded-targets"].fixes[0].text
+    assert "hidden.weight" in named["equal-units"].verdict
+    ignored = PADDED.replace("rows[:, 1:].flatten())", "rows[:, 1:].flatten(), ignore_index=0)")
+    random = ignored.replace("nn.init.constant_", "nn.init.normal_")
+    assert not names(diagnose(random)) & {"padded-targets", "equal-units"}
+
+
 AUGMENTS = (
     START
     + """
