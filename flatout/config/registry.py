@@ -17,6 +17,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -42,7 +43,17 @@ def is_user_code(file: str) -> bool:
     if {"site-packages", "dist-packages"} & {*path.parts} or "/torchinductor_" in file:
         return False
     library = sysconfig.get_path("stdlib")
-    return not any(path.is_relative_to(folder) for folder in (PACKAGE_DIR, library))
+    if any(path.is_relative_to(folder) for folder in (PACKAGE_DIR, library)):
+        return False
+    return not any(f"{path.relative_to(one)}," in _installed_in(one) for one in path.parents)
+
+
+@cache
+def _installed_in(folder: Path) -> str:
+    """Return the lists of the files that were installed into a directory, wherever it is."""
+    with suppress(OSError, UnicodeDecodeError):
+        return "\n".join(one.read_text("utf-8") for one in folder.glob("*.dist-info/RECORD"))
+    return ""
 
 
 def misspelt(name: str, known: Iterable[str]) -> str | None:

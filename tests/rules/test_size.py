@@ -18,7 +18,7 @@ ROOMS = {
     "cli": 24_160,
     "models": 23_081,
     "assembly": 17_252,
-    "config": 10_486,
+    "config": 10_552,
     "ops": 14_026,
     "inference": 8_339,
     "storage": 11_620,

@@ -26,10 +26,16 @@ from flatout.training import loop
 from flatout.training.metrics.phases import PhaseTimer
 
 
-def test_user_code_is_what_nobody_installed():
+def test_user_code_is_what_nobody_installed(tmp_path):
     assert loop.__file__ == sampling.LOOP
     for file in (__file__, "<ipython-input-3-abc>"):
         assert is_user_code(file)
+    written, installed = (tmp_path / "libraries" / name for name in ("mine.py", "theirs/part.py"))
+    (tmp_path / "libraries" / "theirs-1.0.dist-info").mkdir(parents=True)
+    record = tmp_path / "libraries" / "theirs-1.0.dist-info" / "RECORD"
+    record.write_text("theirs/__init__.py,sha256=0,0\ntheirs/part.py,sha256=1,2\n")
+    assert is_user_code(str(written))
+    assert not is_user_code(str(installed)), "as by `pip install --target`"
     libraries = (flatout.__file__, loop.__file__, json.__file__, pytest.__file__)
     for file in (*libraries, "<frozen importlib._bootstrap>", "<string>"):
         assert not is_user_code(file)
