@@ -118,7 +118,8 @@ def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:
     """Return the request with `names` added and no longer excluded."""
     added = list(names)
     sign = "+" if parse_request(speedups).auto else ""
-    kept = [word for word in _words(speedups) if word[0] != "-" or _name(word) not in added]
+    words = (word for word in _words(speedups) if word != "none")
+    kept = [word for word in words if word[0] != "-" or _name(word) not in added]
     return ",".join([*kept, *(sign + name for name in added)])
 
 

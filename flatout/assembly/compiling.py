@@ -112,7 +112,7 @@ def compile_cost(config: RunConfig, minutes: float | None) -> float:
     compiled code draws other numbers. The load of the machine is measured for a run of at least
     MEASURED_FROM minutes.
     """
-    if config.train.deterministic or config.model.model_dump().get("dropout"):
+    if config.train.deterministic or config.dropout:
         return 1.0
     with suppress(OSError):
         if _mark(config).exists():

@@ -47,7 +47,8 @@ class PastRun(Stored, extra="ignore"):
     kind: str
     """The model's kind."""
     speedups: list[str]
-    """Speedups that were on, in order of their names, and batch.by_tokens after them."""
+    """Speedups that were on, in order of their names, then batch.by_tokens and the keys of
+    `parallel` that were set."""
     rows_per_device: int
     """Sequences in a micro-batch."""
     accumulate: int
@@ -201,7 +202,9 @@ def past_run(
     Where rows are documents, their mean length in the `dataset` decides the arithmetic too.
     """
     names = sorted(speedups_on(decisions))
+    layout = config.parallel.model_dump(exclude={"replicate"}, exclude_defaults=True)
     speedups = [*names, *[BY_TOKENS] * config.batch.by_tokens]
+    speedups += [f"parallel.{key}={value}" for key, value in layout.items()]
     parts = [
         config.model.model_dump(mode="json"),
         config.data.seq_len,

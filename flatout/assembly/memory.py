@@ -105,14 +105,9 @@ class MemoryEstimate:
     """Weights, gradients and optimizer state of this process in host memory."""
 
     @property
-    def fixed(self) -> int:
-        """Bytes of weights and optimizer state, which exist throughout."""
-        return self.weights + self.optimizer
-
-    @property
     def total(self) -> int:
-        """Bytes at the peak."""
-        return self.fixed + self.peak.total
+        """Bytes at the peak. Weights and optimizer state exist throughout."""
+        return self.weights + self.optimizer + self.peak.total
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,13 @@ def check_upload(config: CheckpointConfig) -> None:
 def require_machine(config: RunConfig, machine: str) -> Machine:
     """Return the machine that `--machine` names.
 
-    Raises: ConfigError, also when the configuration trains on a CPU.
+    Raises: ConfigError, also when the configuration trains on other devices.
     """
-    named = machine_named(machine)
-    if config.train.device == "cpu":
+    named, train = machine_named(machine), config.train
+    stated = "device=cpu" if train.device == "cpu" else f"devices={train.devices}"
+    if train.device == "cpu" or train.devices not in (None, "all", named.gpus_per_node):
         raise ConfigError(
-            f"train.device=cpu and --machine {machine!r} contradict each other.",
+            f"train.{stated} and --machine {machine!r} contradict each other.",
             fix="Remove one of the two.",
         )
     return named

@@ -84,7 +84,10 @@ def resolve(
     config, decisions = with_choices(
         config, machine=machine, layout=layout, available=available, cache=cache
     )
-    return with_length(config, requested, dataset), decisions
+    steps = steps_stated(config, requested, dataset, padded_steps(config, dataset))
+    epochs = requested.epochs or (0 if requested.steps or requested.tokens else 1)
+    config = config.with_values({"train.steps": steps})
+    return with_evaluations(config, dataset, epochs), decisions
 
 
 def with_choices(
@@ -209,13 +212,6 @@ def checkpointing_notes(decisions: Sequence[Decision]) -> list[str]:
     return [f"`auto` turns on {each.name}: {each.reason}." for each in added]
 
 
-def with_length(config: RunConfig, requested: TrainConfig, dataset: AnyDataset | None) -> RunConfig:
-    """Return the configuration with the steps of the run, and with its evaluations."""
-    steps = steps_stated(config, requested, dataset, padded_steps(config, dataset))
-    epochs = requested.epochs or (0 if requested.steps or requested.tokens else 1)
-    return with_evaluations(config.with_values({"train.steps": steps}), dataset, epochs)
-
-
 def steps_stated(
     config: RunConfig,
     requested: TrainConfig,
@@ -302,8 +298,8 @@ def validation_tokens(dataset: AnyDataset | None) -> int:
     return sum(member.dataset.split("val").num_tokens for member in members)
 
 
-def tokens_to_score(config: RunConfig, dataset: AnyDataset | None, first_step: int = 0) -> int:
-    """Return the validation tokens that a run scores from `first_step` on. 0 without a dataset.
+def tokens_to_score(config: RunConfig, dataset: AnyDataset | None) -> int:
+    """Return the validation tokens that a run scores. 0 without a dataset.
 
     The last evaluation is on the whole split. If those during the run are on a part of it, that
     part is scored at the end, too.
@@ -311,8 +307,7 @@ def tokens_to_score(config: RunConfig, dataset: AnyDataset | None, first_step: i
     train, whole = config.train, validation_tokens(dataset)
     if not train.eval_every:
         return whole
-    last = (train.steps or 0) - 1
-    scored = 1 + max(last // train.eval_every - first_step // train.eval_every, 0)
+    scored = 1 + max((train.steps or 0) - 1, 0) // train.eval_every
     if train.eval_tokens is None or train.eval_tokens == "all":
         return whole * scored
     return min(train.eval_tokens, whole) * scored + whole

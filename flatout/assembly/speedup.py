@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -53,16 +53,6 @@ class Tolerance:
     def statistical(cls) -> Tolerance:
         """Different batches or arithmetic. The final loss is within the spread over seeds."""
         return cls("statistical")
-
-    def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
-        """Return whether two runs' losses, step by step, stay within this tolerance.
-
-        An exact tolerance needs bit-reproducible runs: on a CPU, or with train.deterministic=true.
-        A statistical tolerance cannot be checked with two runs: `bench` compares over seeds.
-        """
-        if len(fast) != len(plain):
-            return False
-        return all(abs(a - b) <= self.rtol * abs(b) for a, b in zip(fast, plain, strict=True))
 
 
 @dataclass(frozen=True)
@@ -229,8 +219,8 @@ def without_compiler(machine: Machine, config: RunConfig) -> str | None:
     return None
 
 
-def load_package(module: str, speedup: str, extra: str) -> ModuleType:
-    """Import and return a module of an optional package.
+def load_package(module: str, speedup: str) -> ModuleType:
+    """Import and return a module of an optional package, which the speedup's extra installs.
 
     Its log is silent meanwhile: torchao warns of kernels for formats that nothing here uses.
     Raises: MissingPackage with the command to install it.
@@ -243,7 +233,7 @@ def load_package(module: str, speedup: str, extra: str) -> ModuleType:
         package = module.partition(".")[0]
         raise MissingPackage(
             f"The speedup {speedup!r} needs the package {package}, which is not installed.",
-            fix=f'Install it: `pip install "flatout[{extra}]"`.',
+            fix=f'Install it: `pip install "flatout[{speedup}]"`.',
         ) from error
     finally:
         logging.disable(before)

@@ -36,6 +36,7 @@ from flatout.config.sections import (
     Section,
     TrainConfig,
 )
+from flatout.config.signature import texts
 from flatout.errors import ConfigError, in_shell
 from flatout.storage.json_io import JsonObject
 
@@ -141,6 +142,11 @@ class RunConfig(Section):
     speedups: str | tuple[str, ...] = "auto"
     """auto, none, a list of names, or edits of auto, such as auto,-compile."""
 
+    @property
+    def dropout(self) -> float:
+        """The share that is dropped at random in the model, or else in its adapters."""
+        return float(self.model.own().get("dropout") or self.lora.dropout)
+
     def value(self, key: str) -> Any:
         """Return the value at a dotted key, such as `optim.lr`."""
         value: Any = self
@@ -179,7 +185,7 @@ class RunConfig(Section):
 
 def load_config(
     recipe: str | Path | RunConfig | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | None = None,
     *,
     trust_code: bool = False,
 ) -> RunConfig:
@@ -196,7 +202,7 @@ def load_config(
     path = recipe_path(recipe) if recipe is not None else None
     document: JsonObject = {"name": path.stem} | read_recipe(path) if path else {}
     layer = nested(parse_overrides(overrides, RunConfig))
-    stated = BATCH_SIZES & (layer.get("batch") or {}).keys()
+    stated = {key for key in BATCH_SIZES if flat(layer).get(f"batch.{key}") is not None}
     if len(stated) == 2 and isinstance(document.get("batch"), dict):
         document["batch"].pop((BATCH_SIZES - stated).pop(), None)
     merge(document, layer)
@@ -226,7 +232,7 @@ def read_recipe(path: Path) -> JsonObject:
     return found if isinstance(found, dict) else document
 
 
-def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonObject:
+def parse_overrides(overrides: Iterable[str] | None, section: type[BaseModel]) -> JsonObject:
     """Return the values of overrides by dotted key, without checking the keys.
 
     The value of a text key is text as it is, quotes, `#` and blanks included, and null or nothing
@@ -234,7 +240,7 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonO
     Raises: ConfigError when an item is not an override.
     """
     values: JsonObject = {}
-    for override in [overrides] if isinstance(overrides, str) else overrides:
+    for override in texts(overrides):
         key, equals, text = override.partition("=")
         key, stripped = key.strip(), text.strip()
         if not equals or not all(key.split(".")):
@@ -287,7 +293,8 @@ def nested(values: JsonObject) -> JsonObject:
                     f"{key} contradicts the earlier {section}={inner}.",
                     fix="Keep one of the two.",
                 )
-        inner[last] = value
+        held = inner.get(last)
+        inner[last] = held | value if isinstance(held, dict) and isinstance(value, dict) else value
     return document
 
 

@@ -38,7 +38,8 @@ def _split(names: Any) -> Any:
     return () if names is None else names
 
 
-Count: TypeAlias = Annotated[int, Field(ge=1)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=10**30)]
+Epochs: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Names: TypeAlias = Annotated[
     tuple[str, ...],
@@ -231,7 +232,7 @@ class TrainConfig(Section):
     """Optimizer steps. Set one of steps, tokens and epochs. Without any, the run is one epoch."""
     tokens: Count | None = None
     """Training tokens, rounded up to whole steps."""
-    epochs: PositiveFloat | None = None
+    epochs: Epochs | None = None
     """Passes over the training tokens of all datasets, rounded up to whole steps."""
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
@@ -248,7 +249,7 @@ class TrainConfig(Section):
     eval_every: NonNegativeInt | None = None
     """Steps between evaluations. 0 evaluates once, at the end. None evaluates after every epoch, or
     20 times in a run that is shorter than two or is stated in steps or tokens."""
-    eval_every_epochs: PositiveFloat | None = None
+    eval_every_epochs: Epochs | None = None
     """Epochs between evaluations, in place of eval_every, rounded up to whole steps."""
     eval_tokens: Count | Literal["all"] | None = None
     """Validation tokens per evaluation during the run. The final one always uses all. None means
@@ -337,7 +338,7 @@ class CheckpointConfig(Section):
     """Steps between saves. Set at most one of the three. Without any, every ten minutes."""
     every_minutes: PositiveFloat | None = None
     """Minutes between saves."""
-    every_epochs: PositiveFloat | None = None
+    every_epochs: Epochs | None = None
     """Epochs between saves."""
     keep: Count | Literal["all"] = 2
     """Number of newest checkpoints to keep, or all. The best one is kept in addition. Incomplete

@@ -9,7 +9,7 @@ import functools
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from os import PathLike
@@ -78,6 +78,11 @@ def checked(call: Callable[Parameters, Returned]) -> Callable[Parameters, Return
         return call(*values, **named)
 
     return checked_call
+
+
+def texts(given: Iterable[str | Path] | str | Path | None) -> tuple[str, ...]:
+    """Return what a caller passes as one text or path, or several, or None, as texts."""
+    return tuple(map(str, [given] if isinstance(given, str | Path) else given or ()))
 
 
 def kinds_in(annotation: Any) -> tuple[Any, ...]:

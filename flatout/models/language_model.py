@@ -601,16 +601,16 @@ class EmbeddingModel(LanguageModel):
 
 
 def model_of(
-    config: RunConfig, *, vocab_size: int | None = None, seq_len: int | None = None
+    config: RunConfig, *, vocab_size: int | None = None
 ) -> tuple[type[LanguageModel], LanguageModelConfig]:
     """Return the class that `model.kind` names and its checked configuration.
 
-    `vocab_size` and `seq_len` replace model.vocab_size and data.seq_len.
+    `vocab_size` replaces model.vocab_size.
     Raises: ConfigError as `LanguageModel.check`.
     """
     model_class: type[LanguageModel] = MODELS.get(config.model.kind)
     keys = config.model.own() | {"vocab_size": vocab_size or config.model.vocab_size}
-    return model_class, model_class.check(keys, seq_len=seq_len or config.data.seq_len)
+    return model_class, model_class.check(keys, seq_len=config.data.seq_len)
 
 
 def new_model(config: RunConfig, ops: Ops) -> LanguageModel:

@@ -29,7 +29,7 @@ def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> AdamW8b
     """
     from flatout.optim.adamw_8bit import AdamW8bit
 
-    codec = load_package("torchao.optim.quant_utils", "adamw-8bit", extra="adamw-8bit")
+    codec = load_package("torchao.optim.quant_utils", "adamw-8bit")
     return AdamW8bit(groups, keywords, codec)
 
 

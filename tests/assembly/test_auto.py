@@ -147,6 +147,9 @@ def test_a_run_on_a_busy_machine_is_compiled_if_it_is_longer(
     mark_as_cached(tiny_config())
     cost = compile_cost(tiny_config(), minutes)
     assert decide(SPEEDUPS.get("compile"), "cpu", minutes, compile_cost=cost).on
+    random = {"lora__rank": 4, "lora__dropout": 0.1}
+    mark_as_cached(tiny_config(**random))
+    assert compile_cost(tiny_config(**random), minutes) == 1, "compiled code draws other numbers"
 
 
 def test_a_new_run_takes_the_load_of_the_machine_into_account(

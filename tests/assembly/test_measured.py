@@ -104,8 +104,10 @@ def test_the_digest_covers_what_decides_the_arithmetic(planned):
 
     fewer = [decision for decision in planned.decisions if decision.name != "prefetch"]
     values = [{"lora__rank": 4}, {"lora__rank": 8}, {"optim__kind": "muon"}, {"data__seq_len": 8}]
-    changed = [{"decisions": fewer}, {"world_size": 2}, *values]
-    assert len({digest(), *(digest(**each) for each in changed)}) == 7
+    meshes = [{"parallel__shard": 2}, {"parallel__tensor": 2}, {"parallel__offload": "cpu"}]
+    changed = [{"decisions": fewer}, {"world_size": 2}, *values, *meshes]
+    assert len({digest(), *(digest(**each) for each in changed)}) == 10
+    assert digest(parallel__replicate=2, world_size=2) == digest(world_size=2)
     same = (digest(decisions=planned.decisions[::-1]), digest(batch__rows_per_device=8))
     assert set(same) == {digest()}
 

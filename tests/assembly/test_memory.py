@@ -160,7 +160,7 @@ def test_the_estimated_peak_is_that_of_a_real_step(ops, vocab_size, tied_head, a
     found = estimate(work, 8, accumulate)
     assert torch.equal(torch.get_rng_state(), before)
     inputs = tokens_BT.nbytes + targets_BT.nbytes
-    assert found.total - found.fixed == pytest.approx(live.peak + inputs, rel=0.01)
+    assert found.peak.total == pytest.approx(live.peak + inputs, rel=0.01)
     if accumulate == 1:
         # the trace's own, 4 or 5 in each part
         in_passes = found.operations - found.in_optimizer
@@ -257,10 +257,10 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(shape, targets)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert found.weights == weights + tables_of(model)
     peak = live.peak + tokens_BT.nbytes + targets_BT.nbytes
-    assert peak <= 1.01 * (found.total - found.fixed)  # the first block needs a little less
+    assert peak <= 1.01 * (found.peak.total)  # the first block needs a little less
     first = found.activations // len(model.blocks) if shape == "gpt_neox" else 0
     # Beside attention, the first block's MLP depends on no adapter and keeps nothing.
-    assert found.total - found.fixed - first < 1.1 * peak
+    assert found.peak.total - first < 1.1 * peak
 
 
 def test_shards_split_weights_gradients_and_optimizer():
@@ -302,7 +302,7 @@ def test_offload_moves_the_state_to_the_host_and_leaves_two_blocks():
     found, kept = estimate(work, 1), estimate(keeping, 1)
     assert found.host == pytest.approx(4 * whole.gradients, rel=0.01)
     buffers = real(workload(num_layers=8), 1)[0].buffers()
-    assert found.fixed == sum(buffer.nbytes for buffer in buffers)
+    assert found.weights + found.optimizer == sum(buffer.nbytes for buffer in buffers)
     assert found.gradients == found.optimizer == 0
     assert estimate(work, 1, accumulate=2).peak.gradients == 0
     block = hidden_bytes(real(workload(num_layers=1), 1)[0])

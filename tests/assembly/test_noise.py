@@ -10,7 +10,7 @@ import pytest
 IMPORTS = {
     "torchao": "import flatout.speedups.fp8.linear; "
     "from flatout.assembly.speedup import load_package; "
-    "load_package('torchao.optim', 'adamw-8bit', 'adamw-8bit')"
+    "load_package('torchao.optim', 'adamw-8bit')"
 }
 
 

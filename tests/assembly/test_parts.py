@@ -6,7 +6,7 @@ import pytest
 
 from flatout.assembly.choices import all_speedups, assemble
 from flatout.assembly.parts import ImmediateReadback, Parts, rows_people_write
-from flatout.assembly.speedup import Tolerance, gpu_below, uses_gpu
+from flatout.assembly.speedup import gpu_below, uses_gpu
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware.machine import Gpu, Machine
@@ -60,19 +60,6 @@ def test_two_speedups_that_set_one_part_are_rejected_by_name():
         words = f"'{names[0]}' and '{names[-1]}' both set 'compilation'"
         with pytest.raises(ConfigError, match=words):
             assemble(names)
-
-
-def test_exact_and_rounding_tolerances_are_checked_step_by_step():
-    tenth = Tolerance.rounding(rtol=0.1)
-    for tolerance, losses, expected, holds in (
-        (Tolerance.exact(), [1.0, 2.0], [1.0, 2.0], True),
-        (Tolerance.exact(), [1.0, 2.0000001], [1.0, 2.0], False),
-        (tenth, [1.05], [1.0], True),
-        (tenth, [1.2], [1.0], False),
-        (tenth, [float("nan")], [1.0], False),
-        (tenth, [1.0], [1.0, 1.0], False),
-    ):
-        assert tolerance.holds(losses, expected) is holds
 
 
 def test_the_device_of_a_run_is_known_without_torch():

@@ -278,6 +278,7 @@ def test_a_request_is_parsed_and_edited():
     for request, names, added in (
         ("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"], "auto,-bf16,+fused-adamw,+compile"),
         (("bf16",), ["compile"], "bf16,compile"),
+        ("none", ["compile"], "compile"),
         ("-fused-adamw", ["fused-adamw"], "+fused-adamw"),
     ):
         assert adding(request, names) == added

@@ -36,6 +36,7 @@ def test_valid_yaml_with_invalid_keys_has_its_own_message(text, message):
 
 def test_contradictory_keys_are_rejected():
     assert nested({"a.b": 1, "a.c.d": 2}) == {"a": {"b": 1, "c": {"d": 2}}}
+    assert nested({"a.b": 1, "a.c": 2, "a": {"c": 3}}) == {"a": {"b": 1, "c": 3}}
     with pytest.raises(ConfigError, match=r"optim\.lr contradicts the earlier optim=3"):
         nested({"optim": 3, "optim.lr": 1})
 

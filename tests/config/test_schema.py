@@ -222,6 +222,8 @@ def test_two_batch_sizes_in_a_layer_clear_the_third_below(recipe):
     batch = load_config(path, ["batch.rows_per_device=4", "batch.accumulate=3"]).batch
     assert (batch.tokens_per_step, batch.rows_per_device, batch.accumulate) == (None, 4, 3)
     assert load_config(path, ["batch.rows_per_device=4"]).batch.tokens_per_step == 4096
+    words = ["batch.rows_per_device=4", "batch.accumulate=null"]
+    assert load_config(path, words).batch.tokens_per_step == 4096, "null sets nothing"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +26,13 @@ from flatout.config.signature import Argument, Option, checked
 from flatout.config.words import is_off, listings, value_for, values_of, word_for
 from flatout.data.token_files import find_tokens
 from flatout.display import Display, Show, table_of
-from flatout.errors import ConfigError, DataError, OutputInUse, UsageError
+from flatout.errors import ConfigError, DataError, OutputInUse, UsageError, in_shell
 from flatout.storage.files import Stored, expanded, write_text, writing
 from flatout.storage.json_io import JsonObject, Result
 from flatout.storage.recognised import import_it, recognise, require_recipe_path
 
-SECRETS = ("hub_token", "api_key", "password", "secret")
-"""Ends of keys whose values are not repeated."""
+SECRET = re.compile(r"(?i)(hub|hf|api|auth|access)[_-]?token|api[_-]?key|password|secret")
+"""In a key or its value, which may be a section: the value is not repeated."""
 Outcome = Literal["mapped", "by_hand", "missing", "unknown", "unnecessary"]
 HEADINGS: dict[Outcome, str] = {
     "mapped": "Mapped",
@@ -86,7 +87,8 @@ class ConvertResult(Result):
         ]
         if self.path is None:
             return Display(tables=tables)
-        return Display(f"{self.path}  written", (), tables, [f"Next: flatout plan {self.path}"])
+        next_step = f"Next: flatout plan {in_shell(self.path)}"
+        return Display(f"{self.path}  written", (), tables, [next_step])
 
 
 @checked
@@ -182,7 +184,7 @@ def _leaves(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]
 def _described(key: str, value: Any = None) -> Item:
     """Return what a key is in flatout, whatever its value is."""
     word = word_for(key)
-    shown = "(hidden)" if value and key.endswith(SECRETS) else value
+    shown = "(hidden)" if value and SECRET.search(f"{key} {value}") else value
     if word is None:
         return Item(key=key, value=shown, outcome="unknown", note="flatout does not know it.")
     counterpart = word.key or (f"prepare {word.option}" if word.option else "")

@@ -10,7 +10,7 @@ from flatout.assembly import preflight
 from flatout.cli.commands import Command, Overrides
 from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import load_config
-from flatout.config.signature import Argument, Option, checked
+from flatout.config.signature import Argument, Option, checked, texts
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.attach.request import DEFAULT_SECONDS, Request
 from flatout.measure.diagnose.diagnosis import (
@@ -81,7 +81,8 @@ def diagnose(
                 f"torch cannot be imported: {error}.", fix="Install it again: `pip install torch`."
             ) from error
         return diagnosis_of(machine_evidence(progress=progress))
-    folder, words = find_recorded(recipe), list(overrides or ())
+    named = (one for one in (Path(recipe), RUNS / recipe) if (one / layout.CONFIG).exists())
+    folder, words = next(named, None), texts(overrides)
     if folder is not None and not words:
         return diagnosis_of(recorded_evidence(folder))
     if folder is None and Path(recipe).parent == RUNS and not Path(recipe).exists():
@@ -116,12 +117,6 @@ def require_one(command: str, script: Sequence[str], recipe: object, more: objec
             f"There is nothing to {command}.",
             fix=f"Name a recipe, or write `flatout {command} -- python train.py`.",
         )
-
-
-def find_recorded(name: str | Path) -> Path | None:
-    """Return the run directory that a name means: a path, or a name under runs/. None: none."""
-    paths = (Path(name), RUNS / name) if str(name) else ()
-    return next((path for path in paths if (path / layout.CONFIG).exists()), None)
 
 
 COMMAND = Command(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import CheckpointName, Command, RunName, TrustCode
-from flatout.config.signature import Option, checked
+from flatout.config.signature import Option, checked, texts
 from flatout.display import Display, Show, loss, table_of
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
@@ -107,8 +107,7 @@ def evaluate(
     loaded = load_run(
         folder, checkpoint, precision="trained", trust_code=trust_code, progress=progress
     )
-    several = [data] if isinstance(data, str | Path) else data or ()
-    found = score_run(loaded, data=several, max_tokens=max_tokens, progress=progress)
+    found = score_run(loaded, data=texts(data), max_tokens=max_tokens, progress=progress)
     return EvalResult(
         run=str(loaded.folder),
         checkpoint=str(loaded.checkpoint),

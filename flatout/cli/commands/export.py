@@ -13,31 +13,29 @@ from flatout.storage.files import expanded, writing
 from flatout.storage.recognised import require_local
 from flatout.training.run_dir.lookup import run_or_newest
 
-To = Annotated[
-    Format,
-    Option(
-        "huggingface (a directory that transformers loads and llama.cpp converts) or safetensors "
-        "(flatout's own names)."
-    ),
-]
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    Option("Convert the weights (default: the type of the checkpoint)."),
-]
-ShardSize = Annotated[int, Option("Size of the largest safetensors file, in MiB.", min=1)]
-
 
 @checked
 def export(
     run: RunName = None,
-    to: To = "huggingface",
+    to: Annotated[
+        Format,
+        Option(
+            "huggingface (a directory that transformers loads and llama.cpp converts) or "
+            "safetensors (flatout's own names)."
+        ),
+    ] = "huggingface",
     out: Annotated[
         Path | str | None,
         Option("Directory to write (default: export-FORMAT in the run directory)."),
     ] = None,
     checkpoint: CheckpointName = None,
-    dtype: Dtype = None,
-    shard_mib: ShardSize = DEFAULT_SHARD_MIB,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Option("Convert the weights (default: the type of the checkpoint)."),
+    ] = None,
+    shard_mib: Annotated[
+        int, Option("Size of the largest safetensors file, in MiB.", min=1)
+    ] = DEFAULT_SHARD_MIB,
     overwrite: Annotated[bool, Option("Replace an earlier export in that directory.")] = False,
     trust_code: TrustCode = False,
     *,

@@ -15,7 +15,6 @@ from flatout.training.run_dir.lookup import is_run, run_or_newest
 MAX_SEED = 2**62
 """Limit of the seed. It leaves room for the seeds of several samples."""
 
-Prompt = Annotated[str, Option("Text to continue. Empty text starts a new document.")]
 Temperature = Annotated[
     float,
     Option("0 always takes the most likely token, 1 samples the model's distribution.", min=0),
@@ -24,11 +23,6 @@ TopK = Annotated[int | None, Option("Sample from the K most likely tokens only."
 TopP = Annotated[
     float | None, Option("Sample from the most likely tokens that together reach this probability.")
 ]
-MaxTokens = Annotated[
-    int,
-    Option("Maximum tokens of a text. It may exceed the sequence length used in training.", min=1),
-]
-Stop = Annotated[list[str] | None, Option("Stop before this text (repeatable).")]
 
 
 class GenerateResult(Result):
@@ -41,14 +35,19 @@ class GenerateResult(Result):
 @checked
 def generate(
     run: ModelName = None,
-    prompt: Prompt = "",
+    prompt: Annotated[str, Option("Text to continue. Empty text starts a new document.")] = "",
     temperature: Temperature = 0.8,
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int, Option("Equal seeds give equal text.")] = 0,
     num_samples: Annotated[int, Option("How many texts to write.", min=1)] = 1,
-    max_tokens: MaxTokens = 256,
-    stop: Stop = None,
+    max_tokens: Annotated[
+        int,
+        Option(
+            "Maximum tokens of a text. It may exceed the sequence length used in training.", min=1
+        ),
+    ] = 256,
+    stop: Annotated[list[str] | None, Option("Stop before this text (repeatable).")] = None,
     checkpoint: CheckpointName = None,
     trust_code: TrustCode = False,
     *,

@@ -13,56 +13,51 @@ from flatout.data.token_files import TokenType
 from flatout.progress import SILENT, Progress
 from flatout.storage.recognised import require_local
 
-TokenFiles = Annotated[
-    Path | str,
-    Argument(
-        "Token files, or their directory: train.bin and val.bin, .npy, llm.c, or chunk_NNNNNN.pt."
-    ),
-]
-TokenizerName = Annotated[
-    str | Path | None,
-    Option(
-        "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
-        "repository, byte, or ids:N for N ids without text (default: the one that a metadata.json "
-        "names)."
-    ),
-]
-DocumentEnds = Annotated[
-    Documents, Option("Where documents end: at end-of-text tokens, or with each file.")
-]
-Split = Annotated[
-    str | None,
-    Option(
-        "'tail F': use the fraction F at the end for validation; 'tail 0.1' by default, unless "
-        "there are validation files."
-    ),
-]
-Validation = Annotated[Path | str | None, Option("Token files for validation.")]
-Dtype = Annotated[
-    TokenType | None,
-    Option(
-        "The type of tokens in files without a header, such as uint16 (default: as a metadata.json "
-        "states it, or guessed). With it, a file of any name may be one."
-    ),
-]
-FieldName = Annotated[
-    str | None,
-    Option("The key with the tokens in .pt files (default: input_ids, tokens or the only one)."),
-]
-
 
 @checked
 def import_chunks(
-    tokens: TokenFiles,
+    tokens: Annotated[
+        Path | str,
+        Argument(
+            "Token files, or their directory: train.bin and val.bin, .npy, llm.c, or "
+            "chunk_NNNNNN.pt."
+        ),
+    ],
     out: Out,
-    tokenizer: TokenizerName = None,
+    tokenizer: Annotated[
+        str | Path | None,
+        Option(
+            "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging "
+            "Face repository, byte, or ids:N for N ids without text (default: the one that a "
+            "metadata.json names)."
+        ),
+    ] = None,
     pattern: Pattern = None,
     end_of_text: EndOfText = None,
-    documents: DocumentEnds = "end-of-text",
-    split: Split = None,
-    val: Validation = None,
-    dtype: Dtype = None,
-    field: FieldName = None,
+    documents: Annotated[
+        Documents, Option("Where documents end: at end-of-text tokens, or with each file.")
+    ] = "end-of-text",
+    split: Annotated[
+        str | None,
+        Option(
+            "'tail F': use the fraction F at the end for validation; 'tail 0.1' by default, unless "
+            "there are validation files."
+        ),
+    ] = None,
+    val: Annotated[Path | str | None, Option("Token files for validation.")] = None,
+    dtype: Annotated[
+        TokenType | None,
+        Option(
+            "The type of tokens in files without a header, such as uint16 (default: as a "
+            "metadata.json states it, or guessed). With it, a file of any name may be one."
+        ),
+    ] = None,
+    field: Annotated[
+        str | None,
+        Option(
+            "The key with the tokens in .pt files (default: input_ids, tokens or the only one)."
+        ),
+    ] = None,
     *,
     progress: Progress = SILENT,
 ) -> PrepareResult:

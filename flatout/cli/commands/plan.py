@@ -47,7 +47,7 @@ def plan(
     """
     if not re.fullmatch(r"( *[1-9]\d* *(,|$))+", "1" if rows is None else rows):
         raise ConfigError(f"--rows {rows} is not a list of rows.", fix="Write --rows 64,128,256.")
-    config = load_config(recipe, overrides or ())
+    config = load_config(recipe, overrides)
     preflight.check_settings(config)
     if machine is not None:
         preflight.require_machine(config, machine)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flatout.cli.commands import Command, EndOfText, Pattern
 from flatout.config.schema import load_config
-from flatout.config.signature import Argument, Option, checked
+from flatout.config.signature import Argument, Option, checked, texts
 from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pipeline import (
     Options,
@@ -67,14 +67,10 @@ Split = Annotated[
 Val = Annotated[
     Paths | None, Option("Text for validation only, exempt from the limits (repeatable).")
 ]
-MaxDocuments = Annotated[
-    int | None, Option("Take at most this many documents from SOURCES.", min=1)
-]
 MaxBytes = Annotated[
     int | None,
     Option("Take at most this many bytes of text. The last document is cut there.", min=1),
 ]
-OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
 MaxBadRows = Annotated[
     int | None,
     Option("With --on-bad-row skip, fail above this many (default: 1%, but at least 100).", min=0),
@@ -97,7 +93,6 @@ FromFile = Annotated[
     str | Path | None,
     Option("The dataset's downloaded file, for a machine without network.", "--from"),
 ]
-NumWorkers = Annotated[int | None, Option("Processes (default: one per usable core).", min=1)]
 Part = Annotated[
     str | None,
     Option(
@@ -106,12 +101,6 @@ Part = Annotated[
     ),
 ]
 Join = Annotated[bool, Option("Join the parts made with --part. Reports missing ones.")]
-EngineName = Annotated[
-    str,
-    Option(
-        "local, or ray: a Ray cluster whose nodes all see --out and the sources at the same paths."
-    ),
-]
 
 
 Cache = Annotated[
@@ -161,16 +150,28 @@ def prepare(
     include: Include = None,
     split: Split = None,
     val: Val = None,
-    max_documents: MaxDocuments = None,
+    max_documents: Annotated[
+        int | None, Option("Take at most this many documents from SOURCES.", min=1)
+    ] = None,
     max_bytes: MaxBytes = None,
-    on_bad_row: OnBadRow = "raise",
+    on_bad_row: Annotated[
+        Literal["raise", "skip"], Option("What to do with an unusable row.")
+    ] = "raise",
     max_bad_rows: MaxBadRows = None,
     mask_field: MaskField = None,
     from_file: FromFile = None,
-    workers: NumWorkers = None,
+    workers: Annotated[
+        int | None, Option("Processes (default: one per usable core).", min=1)
+    ] = None,
     part: Part = None,
     join: Join = False,
-    engine: EngineName = "local",
+    engine: Annotated[
+        str,
+        Option(
+            "local, or ray: a Ray cluster whose nodes all see --out and the sources at the same "
+            "paths."
+        ),
+    ] = "local",
     chat: Chat = None,
     cache: Cache = None,
     recipe: ForRecipe = None,
@@ -188,8 +189,7 @@ def prepare(
     # fmt: off
     options = Options(
         str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes,
-        on_bad_row, max_bad_rows, mask_field, _names(val or ()),
-        _names(include or ()), chat,
+        on_bad_row, max_bad_rows, mask_field, texts(val), texts(include), chat,
     )
     # fmt: on
     exclusive = {f"--engine {engine}": engine != "local", "--part": part, "--join": join}
@@ -202,7 +202,7 @@ def prepare(
         )
     require_local(cache or "", "--cache ")
     made = prepare_dataset(
-        _names(sources),
+        texts(sources),
         Path(out),
         options,
         part=None if part is None else WorkPart.parse(part),
@@ -219,10 +219,6 @@ def prepare(
         shown = Display(f"{made.path}  {head}: {len(made.records):,} ranges; {left}")
         return _counted(made, made.records, shown)
     return result_of(made)
-
-
-def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
-    return tuple(str(name) for name in ([given] if isinstance(given, str | Path) else given))
 
 
 def result_of(made: Prepared) -> PrepareResult:

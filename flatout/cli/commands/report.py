@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command
-from flatout.config.signature import Argument, Option, checked
+from flatout.config.signature import Argument, Option, checked, texts
 from flatout.errors import OutputInUse
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_whole, writing
@@ -69,10 +69,8 @@ def report(
     from flatout.measure.report.page import render, require_packages
 
     began_s = time.perf_counter()
-    given = (
-        [runs] if isinstance(runs, str | Path) else runs or run_names()[:1] or [str(RUNS / "NAME")]
-    )
-    folders = list({folder.resolve(): folder for folder in map(_folder, given)}.values())
+    named = map(_folder, texts(runs) or run_names()[:1] or [str(RUNS / "NAME")])
+    folders = list({folder.resolve(): folder for folder in named}.values())
     require_local(out or "", "--out ")
     path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
     path = path / FILE_NAME if path.is_dir() else path

@@ -31,7 +31,7 @@ def show(
     Returns: the recipe; `write` receives its text, whose lines are not wrapped.
     Raises: ConfigError for an unknown recipe, key or value.
     """
-    config = load_config(recipe, overrides or ())
+    config = load_config(recipe, overrides)
     if overrides or isinstance(recipe, RunConfig):
         text = dump_yaml(config.model_dump(mode="json", exclude_unset=True))
     else:

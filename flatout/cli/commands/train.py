@@ -147,21 +147,18 @@ class TrainResult(Result):
         return self.mfu_of or "unknown: no peak rate is known for this device"
 
 
-RunDir = Annotated[
-    Path | str | None,
-    Option(
-        "Run directory (default: runs/RECIPE-DIGEST). torchrun rejects the short form --run.",
-        "--run-dir",
-        "--run",
-    ),
-]
-
-
 @checked
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    run: RunDir = None,
+    run: Annotated[
+        Path | str | None,
+        Option(
+            "Run directory (default: runs/RECIPE-DIGEST). torchrun rejects the short form --run.",
+            "--run-dir",
+            "--run",
+        ),
+    ] = None,
     resume: Annotated[
         str | Path, Option("auto, never, or the path of a checkpoint or a run directory.")
     ] = "auto",
@@ -182,7 +179,7 @@ def train(
     from flatout.inference.chat import sample_text
     from flatout.training.run import run_training
 
-    run_dir = RUNS / run_name(recipe, overrides or ()) if run is None else Path(run)
+    run_dir = RUNS / run_name(recipe, overrides) if run is None else Path(run)
     summary = run_training(
         config,
         run_dir,
@@ -226,7 +223,7 @@ def load_checked(
 
     Raises: UsageError.
     """
-    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    config = load_config(recipe, overrides, trust_code=trust_code)
     preflight.check(config)
     return config
 
@@ -242,7 +239,7 @@ def processes(
 
     Raises: UsageError, also when they cannot divide a step of a new run, or of a stored one.
     """
-    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    config = load_config(recipe, overrides, trust_code=trust_code)
     wanted = config.train
     if not wanted.devices:
         return 1
@@ -250,7 +247,7 @@ def processes(
     preflight.check(config)
     count = num_processes(wanted.devices, wanted.device, probe())
     if count > 1:
-        stored = read_config(Path(run or RUNS / run_name(recipe, overrides or ())))
+        stored = read_config(Path(run or RUNS / run_name(recipe, overrides)))
         if stored is None:
             with_batch(config, layout_of(config.parallel, count))
         else:

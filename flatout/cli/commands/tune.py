@@ -12,7 +12,7 @@ from flatout.cli.commands.train import load_checked
 from flatout.config.registry import SPEEDUPS, unknown_name
 from flatout.config.schema import RunConfig
 from flatout.config.signature import Argument, Option, checked
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, in_shell
 from flatout.measure.results import PARTS, ScriptTuning, Tuning
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
@@ -89,7 +89,7 @@ def tune(
     if patch is not None:
         raise ConfigError(
             "--patch only applies to a script.",
-            fix=f"Write `flatout tune --patch {patch} -- python train.py`.",
+            fix=f"Write `flatout tune --patch {in_shell(patch)} -- python train.py`.",
         )
     out = out or "tuned.yaml"
     require_recipe_path(out, "--out ")
@@ -113,22 +113,21 @@ def parse_only(text: str | None) -> tuple[str, ...]:
 
     Raises: ConfigError for an unknown one, with the nearest name.
     """
-    known = [*PARTS, *(name for name in SPEEDUPS.names() if name not in PARTS)]
-    words = names_in(text, known, "part to tune")
-    if text is not None and not words:
-        raise ConfigError(
-            "--only names nothing to tune.",
-            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them, or remove it.",
-        )
-    return words or PARTS
+    known = dict.fromkeys([*PARTS, *SPEEDUPS.names()])
+    return names_in(text, known, "part to tune") or PARTS
 
 
 def names_in(text: str | None, known: Collection[str], what: str) -> tuple[str, ...]:
-    """Return the names in a text, which commas separate.
+    """Return the names in a text, which commas separate. None without a text.
 
-    Raises: ConfigError for an unknown one, with the nearest name.
+    Raises: ConfigError for an unknown one, with the nearest name, or a text without any.
     """
     names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    if text is not None and not names:
+        raise ConfigError(
+            f"{text!r} names no {what}.",
+            fix=f"Name one of {', '.join(known)}, or several with commas between them.",
+        )
     for name in names:
         if name not in known:
             raise unknown_name(what, name, known)

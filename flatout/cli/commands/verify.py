@@ -12,7 +12,7 @@ from flatout.cli.commands import Command, Overrides, TrustCode
 from flatout.cli.commands.runs import CheckpointItem, checkpoint_items
 from flatout.config.registry import RECIPES, SUFFIXES
 from flatout.config.schema import load_config
-from flatout.config.signature import Argument, Option, checked
+from flatout.config.signature import Argument, Option, checked, texts
 from flatout.data.store.manifest import TOKENIZER, read_manifest
 from flatout.data.tokenizers import stored_digest
 from flatout.display import Display, amount, table_of
@@ -124,11 +124,10 @@ def verify(
     require_local(path, error=DataError)
     shown, folder = str(path), Path(path)
     run = run_at(folder)
-    given = [overrides] if isinstance(overrides, str) else [*(overrides or ())]
-    given += ["--steps"] * (steps is not None) + ["--trust-code"] * trust_code
+    given = [*texts(overrides), *["--steps"] * (steps is not None), *["--trust-code"] * trust_code]
     if resume:
         named = path if run is None or shown in RECIPES.names() else run / layout.CONFIG
-        config = load_config(named, overrides or (), trust_code=trust_code)
+        config = load_config(named, overrides, trust_code=trust_code)
         preflight.check(config)
         from flatout.measure.resume import prove_resume, steps_of
 

@@ -152,7 +152,7 @@ class RunReport:
         elif kind == "stop":
             self._close()
         line = event_line(event)
-        seen = kind if kind in ONCE else line
+        seen = kind if kind == "recompiled" else line  # others are in events.jsonl
         if line and seen not in self._said:
             self._said.add(seen or "")
             self.terminal.say(line)
@@ -186,8 +186,6 @@ class RunReport:
         return rows
 
 
-ONCE = {"recompiled"}
-"""Events of which only the first has a line. Others are in events.jsonl."""
 LINES: dict[str, Callable[[JsonObject], str]] = {
     "start": lambda event: (
         f"Training {amount(event['parameters'], 'parameters')} on {event['device']} "

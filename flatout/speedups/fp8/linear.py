@@ -11,7 +11,7 @@ from flatout.ops import product_dtype
 from flatout.ops.linear import with_matmul
 from flatout.speedups.fp8 import FEWEST_WEIGHTS
 
-float8 = load_package("torchao.float8", "fp8", extra="fp8")  # the compiler cannot trace it
+float8 = load_package("torchao.float8", "fp8")  # the compiler cannot trace it
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # noqa: E402
 from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig  # noqa: E402
 

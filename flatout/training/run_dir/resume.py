@@ -53,7 +53,7 @@ NAMELESS_KEYS = (*FREE_KEYS, "format_version")
 """Prefixes of the keys that do not affect a run's name."""
 
 
-def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> str:
+def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] | None = None) -> str:
     """Return the name of a run's directory: its recipe, and 8 characters of what was stated.
 
     That is the values of the user's YAML and of the overrides, as they are parsed. A recipe of

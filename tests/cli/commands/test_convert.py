@@ -268,6 +268,26 @@ def test_compile_of_deepspeed_needs_nothing(tmp_path, value, note):
     assert config.speedups == "auto"
 
 
+@pytest.mark.parametrize(
+    "secret",
+    [
+        {"comet": {"project": "a", "api_key": "xyz"}},
+        {"plugins": [{"name": "a", "auth-token": "xyz"}]},
+        {"WANDB_API_KEY": "xyz"},
+        {"hf_token": "xyz"},
+    ],
+    ids=str,
+)
+def test_secrets_are_not_repeated(secret, tmp_path):
+    found, _ = converted(tmp_path, {"learning_rate": 0.1} | secret)
+    assert "xyz" not in found.model_dump_json() + (tmp_path / "my.yaml").read_text()
+
+
+def test_the_next_command_can_be_pasted(old, tmp_path):
+    found = convert_config(old, tmp_path / "my recipe.yaml")
+    assert f"flatout plan '{tmp_path}/my recipe.yaml'" in found.summary()
+
+
 def test_a_long_key_is_shown_whole_and_a_long_value_is_cut():
     key = "zero_optimization.stage3_use_all_reduce_for_fetch_params"
     assert Item(key=key, value=True, outcome="unknown").shown() == f"{key}=True"

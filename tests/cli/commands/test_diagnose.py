@@ -66,6 +66,12 @@ def test_json_contains_verdict_shares_roofline_and_findings(measured, capsys, ti
     assert found["notes"] == ["No profiler."]
 
 
+def test_one_override_needs_no_list(measured, tiny_set):
+    found = command.diagnose("demo-char", f"data.path={tiny_set}")
+    assert measured[0][0].data.path == str(tiny_set)
+    assert f"data.path={tiny_set}" in found.next
+
+
 def test_the_summary_fits_a_terminal(measured, capsys, tiny_set):
     assert run("demo-char", f"data.path={tiny_set}", "--seconds", "2") == 0
     out = capsys.readouterr().out

@@ -271,6 +271,12 @@ def test_settings_that_train_rejects_are_rejected(recipe, setting, about):
             command(recipe, [*SMALL, "model.vocab_size=101", setting])
 
 
+def test_a_run_on_the_gpu_of_a_mac_is_planned(recipe):
+    found = plan(recipe, [*SMALL, "model.vocab_size=101", "train.device=mps"])
+    assert (found.device, found.tokens_per_s) == ("mps", None)
+    assert "core" in found.machine
+
+
 @pytest.mark.parametrize("by_tokens", ["false", "true"])
 def test_padding_is_not_planned_as_tokens(recipe, ragged_set, tmp_path, by_tokens):
     """The rate is that of `train`, which counts the tokens of documents."""
