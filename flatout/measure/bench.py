@@ -55,6 +55,8 @@ LONGEST_S = 900.0
 """A trial is ended after this."""
 EVALUATING_S = 1.5
 """Kept for evaluating and writing the results."""
+UNMEASURED = ("checkpoint.", "log.", "train.eval_", "train.patience", "train.sample_", "train.seed")
+"""Prefixes of keys that no sweep varies: trials set them, since they only time steps."""
 
 
 def run_bench(
@@ -125,17 +127,19 @@ def run_bench(
 def values_of(requested: RunConfig, sweep: str | None) -> dict[str, dict[str, Any]]:
     """Return the overrides of a sweep, `KEY=VALUE,VALUE`, by their words.
 
-    Raises: ConfigError when there is no such key, or a value is not possible.
+    Raises: ConfigError when there is no such key, a value is not possible, or trials do not measure
+            what the key changes.
     """
     key, _, values = (sweep or "").partition("=")
-    if sweep is not None and not values:
+    words = [f"{key}={value}" for value in values.split(",") if value]
+    if sweep is not None and (not words or key.startswith(UNMEASURED)):
         raise ConfigError(
-            f"--sweep {sweep} names no values.", fix="Write --sweep batch.rows_per_device=8,16,32."
+            f"--sweep {sweep} names no values that trials measure.",
+            fix="Write --sweep batch.rows_per_device=8,16,32.",
         )
-    found = {}
-    for word in [f"{key}={value}" for value in values.split(",") if value]:
-        found[word] = dict(parse_overrides([word], RunConfig))
-        requested.with_values(found[word])  # raises
+    found = {word: dict(parse_overrides([word], RunConfig)) for word in words}
+    for one in found.values():
+        requested.with_values(one)  # raises
     return found
 
 
@@ -150,8 +154,8 @@ def race_of(requested: RunConfig, seconds: float, **options: Any) -> Race:
         )
         return try_recipe(config, timing, limit_s)
 
-    first_seed, dropout = requested.train.seed, float(requested.model.own().get("dropout") or 0.0)
-    draws = f"model.dropout={dropout:g} draws different random numbers" if dropout else None
+    first_seed, dropout = requested.train.seed, requested.dropout
+    draws = f"dropout={dropout:g} draws different random numbers" if dropout else None
     return Race(start, tolerance_between, draws=draws, **options)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from typing import Annotated
 
 from flatout.assembly.speedup import Tolerance
 from flatout.display import Show
-from flatout.errors import ConfigError, RunFailed, in_shell
+from flatout.errors import ConfigError, RunFailed
 from flatout.measure.attach.request import Request, Timing
 from flatout.measure.intervals import Figure
 from flatout.measure.output import git
@@ -53,7 +55,7 @@ class Side:
     def describe(self) -> str:
         """Return its name, its command and its revision."""
         where = f" ({self.revision})" if self.revision else ""
-        return f"{self.name}: {' '.join(map(in_shell, self.command))}{where}"
+        return f"{self.name}: {shlex.join(self.command)}{where}"
 
 
 class Comparison(Measurement):
@@ -73,7 +75,7 @@ class Comparison(Measurement):
     @property
     def is_slower(self) -> bool:
         """Whether it is sure that the second one is slower than asked."""
-        return self.at_least is not None and (self.ratio.high or self.ratio.median) < self.at_least
+        return (self.ratio.high or math.inf) < (self.at_least or 0.0)
 
     @property
     def exit_code(self) -> int:
@@ -115,7 +117,7 @@ def compare_commands(
         raise ConfigError(
             "Both commands are the same.",
             fix="Name two commands, or a revision: flatout compare --against main -- "
-            f"{' '.join(map(in_shell, command))}",
+            f"{shlex.join(command)}",
         )
     for side in (one, two):
         program_in(side.command)
@@ -149,7 +151,7 @@ def compare_commands(
             began_s=began_s,
         )
         with race.running(progress, "Comparing"):
-            least = 1.0 if at_least is None else at_least
+            least = (1.0 if at_least is None else at_least) / work
             race.compare(two, one, rounds=ROUNDS, least=least)
     ratio = race.gain(two, one)
     for side in (one, two):

@@ -27,7 +27,7 @@ def claim(out: Path) -> None:
         ) from error
 
 
-def require_own(out: Path, *, is_own: bool) -> None:
+def require_own(out: Path, *, is_own: bool, option: str = "--out") -> None:
     """Check that results may be written to a path, and create its parent directory.
 
     Raises: ConfigError when something else is there, or the parent cannot be written.
@@ -36,7 +36,7 @@ def require_own(out: Path, *, is_own: bool) -> None:
     if out.exists() and not is_own and not is_empty:
         raise ConfigError(
             f"{out} exists, and this command did not write it.",
-            fix="Choose a different path with --out.",
+            fix=f"Choose a different path with {option}.",
         )
     claim(out.parent)
 

@@ -180,9 +180,9 @@ class ScriptTuning(Measurement):
     """What makes a script faster, and the patch that does it."""
 
     command: list[str]
+    """The script's command."""
     root: str = ""
     """The directory in which the patch applies, if that is not the one of the command."""
-    """The script's command."""
     verdict: str
     """What `diagnose` finds in the unchanged script."""
     step_ms: float | None

@@ -102,7 +102,11 @@ class Search:
                 waiting.setdefault(after, move)
         base = race.results(self.start)[-1]
         with suppress(TimeIsUp):
-            while waiting and self._has_time():
+            while waiting:
+                # while none is promising, there is nothing else to keep time for
+                is_any = any((one.first_gain or 0.0) >= PROMISING for one in self.tried.values())
+                if not race.allows(self.start, share=SCREEN_SHARE if is_any else 1.0):
+                    break
                 after, move = next(iter(waiting.items()))
                 if why := self.why_not(after):
                     self.leave(move.name, why)
@@ -118,14 +122,6 @@ class Search:
                     again = race.run(self.start)
                     base = again if again.is_ok else base
         return [*waiting.values()]
-
-    def _has_time(self) -> bool:
-        """Return whether there is time to measure a further move first.
-
-        While none is promising, there is nothing else to keep time for.
-        """
-        is_any = any((one.first_gain or 0.0) >= PROMISING for one in self.tried.values())
-        return self.race.allows(self.start, share=SCREEN_SHARE if is_any else 1.0)
 
     def record(self, move: Move, after: Setting) -> Tried:
         """Return the record of a move, which is new unless it was screened."""

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +28,7 @@ import psutil
 from pydantic import Field, ValidationError
 
 from flatout import errors
+from flatout.assembly.choices import parse_request
 from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
 from flatout.distributed.launch import own_environment
@@ -84,8 +86,8 @@ class Result(Answer):
     """Of a recipe: sequences in a micro-batch."""
     accumulate: int | None = None
     """Of a recipe: micro-batches per step."""
-    tokens_per_step: int | None = None
-    """Of a recipe."""
+    tokens: list[int] = Field([])
+    """Of a recipe: the tokens of each of `step_s`, without padding."""
     environment: dict[str, Any] = Field({})
     """Of a recipe: device, processor, threads, torch."""
 
@@ -120,31 +122,32 @@ class Result(Answer):
         return self.reason is None
 
     @property
-    def measured_s(self) -> list[float]:
-        """The seconds of the measured steps. Those that compiled are left out."""
-        skipped = {*range(self.warmup_steps), *self.compiled}
-        kept = [step_s for index, step_s in enumerate(self.step_s) if index not in skipped]
-        return kept or self.step_s[self.warmup_steps :]
+    def measured(self) -> list[int]:
+        """The indices of the measured steps. Those that compiled are left out."""
+        every = range(self.warmup_steps, len(self.step_s))
+        return [at for at in every if at not in self.compiled] or [*every]
 
     @property
     def step_ms(self) -> float:
         """Mean milliseconds of a measured step."""
-        return 1e3 * statistics.fmean(self.measured_s)
+        return 1e3 * statistics.fmean(self.step_s[at] for at in self.measured)
+
+    def rate(self, steps: Sequence[int]) -> float:
+        """Return the tokens per second of some steps, or of a script the steps per second."""
+        done = sum(self.tokens[at] for at in steps) if self.tokens else len(steps)
+        return done / sum(self.step_s[at] for at in steps)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second of a recipe."""
-        return self.tokens_per_step and 1e3 * self.tokens_per_step / self.step_ms
+        return self.rate(self.measured) if self.tokens else None
 
     def times_as_fast(self, other: Result) -> float:
         """Return how many times faster this trial was, over the same steps where there are some."""
-        steps = range(
-            max(self.warmup_steps, other.warmup_steps), min(len(self.step_s), len(other.step_s))
-        )
-        same = [at for at in steps if at not in self.compiled and at not in other.compiled]
-        if len(same) < min(len(self.measured_s), len(other.measured_s)) / 2:
-            return other.step_ms / self.step_ms
-        return sum(other.step_s[at] for at in same) / sum(self.step_s[at] for at in same)
+        ours, theirs = self.measured, other.measured
+        if len(same := sorted({*ours} & {*theirs})) >= min(len(ours), len(theirs)) / 2:
+            ours = theirs = same
+        return self.rate(ours) / other.rate(theirs)
 
 
 def program_in(command: Sequence[str]) -> list[str]:
@@ -407,17 +410,20 @@ def try_recipe(config: RunConfig, timing: Timing, limit_s: float) -> Result:
         if chosen is None:
             return found
         log, batch = RunLog(run_dir), chosen.batch
-        losses = [each["train/loss"] for each in log.records() if "train/loss" in each]
+        records = [each for each in log.records() if "train/loss" in each]
         events = log.events
+    tokens = [int(b["tokens"] - a["tokens"]) for a, b in pairwise(records)]
+    usual = round(statistics.fmean(tokens or [batch.tokens_per_step or 1]))
     facts: dict[str, Any] = {
         "rows_per_device": batch.rows_per_device,
         "accumulate": batch.accumulate,
-        "tokens_per_step": batch.tokens_per_step,
-        "losses": losses,
+        # the last steps may have no records any more
+        "tokens": tokens + [usual] * (len(found.step_s) - len(tokens)),
+        "losses": [each["train/loss"] for each in records],
         "environment": next((e["environment"] for e in events if e["event"] == "start"), {}),
     }
     for each in events:
-        if each.get("on") is False and each["name"] in config.speedups:
+        if each.get("on") is False and each["name"] in parse_request(config.speedups).named:
             facts["failed"] = {each["name"]: f"{each['name']}: {each['reason']}."}
     return found.model_copy(update=facts)
 

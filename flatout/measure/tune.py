@@ -131,7 +131,8 @@ def run_tune(
     comment = terminal_text(found.display(), COMMENT_COLUMNS)
     header = "\n".join(f"# {line}".rstrip() for line in comment.splitlines())
     write_text(out, f"{MARK} on {race.began[:10]}.\n{header}\n\n{dump_yaml(config.to_dict())}")
-    remember(found.changes, found, resolved, cache, progress)
+    race.ratio = Result.times_as_fast  # `auto` weighs what compiling takes against each run
+    remember(search.rows(), found, resolved, cache, progress)
     return found
 
 
@@ -192,13 +193,13 @@ def moves_of(
 
 def over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
     """Return how many times faster a run ends, its compilation included, as a function."""
-    steps = max(config.train.steps or 1, 1)
+    tokens = (config.train.steps or 1) * (config.batch.tokens_per_step or 1)
 
     def ratio(one: Result, other: Result) -> float:
         if not (one.compile_s or other.compile_s):
             return one.times_as_fast(other)
         ours, theirs = (
-            steps * each.step_ms + 1e3 * (each.compile_s or 0.0) for each in (one, other)
+            tokens / each.rate(each.measured) + (each.compile_s or 0.0) for each in (one, other)
         )
         return theirs / ours
 

@@ -124,6 +124,9 @@ a plan for a card of several kinds
 a plan of a CPU run for a GPU
     plan my.yaml --machine H100
     train.device=cpu | H100 -> Remove one of the two
+a plan of a run on four GPUs for eight
+    plan my.yaml train.device=cuda train.devices=4 --machine '8x H100'
+    train.devices=4 | 8x H100 -> Remove one of the two
 a plan without a vocabulary size
     plan my.yaml data.path=data/none
     vocabulary size -> model.vocab_size

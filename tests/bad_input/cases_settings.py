@@ -20,6 +20,12 @@ NaN written as in Python
 a negative number of steps
     train my.yaml train.steps=-5
     train.steps=-5 | at least 1 -> remove it
+more tokens than there are
+    train my.yaml train.steps=null train.tokens=10000000000000000000000000000000
+    train.tokens=10000000000000000000000000000000 | at most 1e+30 -> remove it
+more epochs than there is time
+    train my.yaml train.steps=null train.epochs=1e308
+    train.epochs=1e+308 | at most 1e+09 -> remove it
 a fractional number of steps
     train my.yaml train.steps=1.5
     train.steps=1.5 | a whole number -> remove it
@@ -44,6 +50,9 @@ an unknown precision
 a value instead of a section
     train my.yaml optim=3
     optim=3 | a section -> optim.lr,
+a value instead of the section of the batch
+    train my.yaml batch=5
+    batch=5 | a section -> batch.tokens_per_step,
 no bad step allowed
     train my.yaml train.max_bad_steps=0
     train.max_bad_steps=0 | at least 1 -> default, 10
@@ -161,6 +170,21 @@ a misspelt word of `tune --only`
 nothing to tune
     tune my.yaml --only speedups speedups=none
     nothing to tune here in speedups -> speedups=auto
+no word of `tune --only`
+    tune my.yaml --only ,
+    ',' names no part to tune -> batch, checkpointing, speedups
+no change of `tune --only` of a script
+    tune --only , -- python train.py
+    ',' names no change -> compile
+the data of a script as its --patch
+    tune --patch book.txt -- python train.py
+    book.txt exists | did not write it -> --patch
+a sweep of what trials do not do
+    bench my.yaml --sweep log.every=1,100
+    log.every=1,100 | no values that trials measure -> batch.rows_per_device
+a sweep over nothing
+    bench my.yaml --sweep batch.rows_per_device=,
+    names no values -> batch.rows_per_device=8,16,32
 """),
     Case(
         "aliases that stand for millions of values",

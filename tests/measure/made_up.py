@@ -76,7 +76,7 @@ class MadeUp:
             compile_s=max((self.compile_s.get(name, 0.0) for name in on), default=0.0) or None,
             rows_per_device=rows,
             accumulate=config.batch.tokens_per_step // (rows * config.data.seq_len),
-            tokens_per_step=config.batch.tokens_per_step,
+            tokens=[config.batch.tokens_per_step] * STEPS,
             peak_gib=0.5,
             environment={"torch": "2.13.0", "device": "cpu"},
             process_s=took,

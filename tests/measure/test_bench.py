@@ -186,18 +186,31 @@ def test_a_sweep_is_measured_like_an_ablation(bench, tmp_path, key, values):
     assert {config.batch.tokens_per_step for config in configs} == {128}
 
 
+UNMEASURED = ("train.seed", "log.every", "train.eval_every", "checkpoint.every_steps")
+
+
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
         ("batch", "--sweep batch names no values"),
         ("batch.rows_per_divice=1", "rows_per_device"),
         ("batch.rows_per_device=1,two", "batch.rows_per_device"),
+        ("batch.rows_per_device=,", "names no values"),
+        *((f"{key}=1,2", f"--sweep {key}=1,2 names no values") for key in UNMEASURED),
     ],
 )
 def test_a_sweep_that_is_not_possible_is_an_error(tiny_config, sweep, message):
     with pytest.raises(ConfigError) as caught:
         values_of(tiny_config(), sweep)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "dropout", [{"model__dropout": 0.1}, {"lora__rank": 4, "lora__dropout": 0.1}], ids=str
+)
+def test_losses_with_dropout_are_not_compared_step_by_step(tiny_config, dropout):
+    assert benching.race_of(tiny_config(), 1.0).draws is None
+    assert "dropout=0.1 draws" in benching.race_of(tiny_config(**dropout), 1.0).draws
 
 
 @pytest.mark.thorough

@@ -67,6 +67,22 @@ def test_a_command_that_is_slower_than_asked_is_exit_code_3(made_up, capsys):
     assert cli.execute(words.replace("0.95", "0.5").split()) == 0
 
 
+def test_the_gate_races_the_ratio_by_equal_work(made_up):
+    words = ["train", "10", "--", "train", "20"]
+    assert not flatout.compare(script=words, work=2.0, at_least=1.0).is_slower
+    assert len(made_up) == 20, "it is about 1 and stays open"
+    made_up.clear()
+    assert not flatout.compare(script=words, work=2.0, at_least=0.5).is_slower
+    assert len(made_up) < 10, "it is clearly above 0.5"
+
+
+def test_what_was_measured_once_is_not_surely_slower(made_up):
+    found = flatout.compare(script=["train", "5", "--", "train", "9"], at_least=0.9)
+    assert found.is_slower
+    once = found.model_copy(update={"ratio": comparing.Figure(median=0.5)})
+    assert (once.is_slower, once.exit_code) == (False, 0)
+
+
 def test_other_losses_are_said(made_up):
     found = flatout.compare(script=["train", "5", "--", "train", "wrong", "6"])
     assert found.losses.within_tolerance is False
@@ -142,7 +158,7 @@ def git(*words, folder):
 def test_a_revision_runs_with_its_own_files_and_the_users_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "SECONDS", 0.05)
-    monkeypatch.setattr(comparing, "ROUNDS", 1)
+    monkeypatch.setattr(comparing, "ROUNDS", 3)
     Path("speed.py").write_text("from data import WAIT_S\n")
     Path("train.py").write_text(SCRIPT)
     Path("package").mkdir()

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.measure import resolving, trial
 from flatout.measure.attach import timing
@@ -18,6 +19,7 @@ from flatout.measure.attach.request import Answer, Request, Timing
 from flatout.measure.compare import compare_commands
 from flatout.measure.resolving import adding_one, choose, resolve_apart, resolve_here, with_needs
 from flatout.measure.trial import Result, explained, run_command, try_recipe
+from flatout.measure.tune import over_the_run
 
 pytestmark = pytest.mark.slow
 
@@ -212,9 +214,31 @@ def test_a_recipe_is_a_command(tiny_config, tmp_path, monkeypatch):
     assert found.is_ok, found.reason
     assert (len(found.step_s), found.warmup_steps) == (8, 3)
     assert len(found.losses) >= 8
-    assert (found.rows_per_device, found.accumulate, found.tokens_per_step) == (4, 2, 128)
+    assert (found.rows_per_device, found.accumulate, {*found.tokens}) == (4, 2, {128})
     assert found.environment["device"] == "cpu"
     assert not [*tmp_path.rglob("*checkpoints*")], "it leaves nothing behind"
+
+
+def test_the_padding_of_a_step_is_no_work(tiny_config, ragged_set):
+    """A step of short documents is fast, and has few tokens."""
+    changes = {"data__path": str(ragged_set), "data__seq_len": 64, "batch__tokens_per_step": 1024}
+    config = tiny_config(**changes, speedups=["pretokenised", "length-buckets"])
+    found = try_recipe(config, Timing(steps=5, warmup_steps=3), 240)
+    assert found.is_ok, found.reason
+    assert len(found.tokens) == len(found.step_s) == 8
+    assert max(found.tokens) < 1024
+    done = sum(found.tokens[at] for at in found.measured)
+    assert found.tokens_per_s == pytest.approx(done / sum(found.step_s[3:]))
+
+
+def test_trials_are_compared_by_their_tokens():
+    packed = Result(step_s=[2.0] * 10, tokens=[100] * 10, warmup_steps=1)
+    padded = Result(step_s=[1.0] * 10, tokens=[10, *[20, 30] * 4, 25], warmup_steps=1)
+    assert padded.times_as_fast(packed) == pytest.approx(0.5)
+    over = over_the_run(load_config(None, ["train.steps=10", "batch.tokens_per_step=256"]))
+    assert over(padded, packed) == pytest.approx(0.5)
+    compiled = packed.model_copy(update={"compile_s": 51.2})
+    assert over(packed, compiled) == pytest.approx(2.0)
 
 
 @pytest.mark.thorough

@@ -180,6 +180,16 @@ def test_gains_are_kept_for_auto(tune, tmp_path):
     assert (found.high < 1, found.recipe) == (True, "tiny")
 
 
+def test_the_gain_that_is_kept_of_compiling_is_that_of_its_steps(tune, tmp_path):
+    """The time to compile counts in this run, and `auto` weighs it against the next one."""
+    machine = MadeUp(speedups={"compile": 1.5}, compile_s={"compile": 2133.0})
+    found = tune(machine, cache=tmp_path / "cache", only=["compile"])
+    (row,) = found.changes
+    assert row.gain.median == pytest.approx(1.2, rel=0.02)
+    kept = measured.gains_here(probe(), "cpu", tmp_path / "cache")["compile"]
+    assert kept.gain == pytest.approx(1.5, rel=0.02)
+
+
 def test_a_stated_batch_is_tuned_and_said(tune, tiny_config):
     lines = []
     progress = SimpleNamespace(say=lines.append, task=tuning.SILENT.task)

@@ -198,6 +198,6 @@ def edited(speedups: str | Sequence[str], edit: str) -> str:
     """Return a request for speedups with the edit of a fix: `+name` or `-name`."""
     name = edit[1:]
     if edit[0] == "+":
-        return adding(() if speedups == "none" else speedups, [name])
+        return adding(speedups, [name])
     without = removing(name, speedups)
     return f"{without},{edit}" if parse_request(without).auto else without

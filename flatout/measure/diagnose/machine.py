@@ -15,13 +15,12 @@ from flatout.measure.host import VARIABLES, gpu_facts, host_facts
 from flatout.progress import SILENT, Progress, counted
 
 
-def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> Evidence:
+def machine_evidence(*, progress: Progress = SILENT) -> Evidence:
     """Return what can be known of this machine without a run. It needs no network.
 
-    The rates of a matmul and of a copy are measured, which takes some seconds. `folder` is
-    on the disk of the checkpoints.
+    The rates of a matmul and of a copy are measured, which takes some seconds.
     """
-    machine, host = probe(), host_facts(folder)
+    machine, host = probe(), host_facts(Path())
     device, reason = pick_device("auto", machine)
     on_gpu, gpu = device != "cpu", gpu_facts(machine, device)
     dtypes = ["fp32", *(["tf32"] if on_gpu else []), "bf16"]

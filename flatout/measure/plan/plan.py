@@ -205,7 +205,7 @@ class Target:
         """Return the machine in a few words."""
         if self.is_missing:
             return "a GPU that is not here"
-        if self.device == "cpu":
+        if not self.device.startswith("cuda"):
             return self.machine.describe().partition(";")[0]
         row, gpu = self.machine.row, self.machine.gpus[0]
         known = f" ({row.name})" if row else " (no data sheet: peak rate and power unknown)"

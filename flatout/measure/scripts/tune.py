@@ -22,7 +22,7 @@ from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.script import evidence_in
 from flatout.measure.intervals import LEAST_GAIN
 from flatout.measure.moves import Move, Setting
-from flatout.measure.output import claim, require_own
+from flatout.measure.output import require_own
 from flatout.measure.race import Race
 from flatout.measure.results import ScriptTuning, facts_of, late_ones
 from flatout.measure.scripts.changes import CHANGES, edit_of
@@ -71,7 +71,10 @@ def tune_script(
     began_s, total_s = time.monotonic(), 60 * minutes
     is_asked, out = out is not None, Path(out or f"tuned-{name_of(command)}")
     require_own(out, is_own=(out / FILE).is_file())
-    claim(Path(patch or out).parent)
+    files = [] if patch is None else [Path(patch)]
+    for file in files:
+        starts = file.read_bytes()[:4] if file.is_file() else None
+        require_own(file, is_own=starts in (b"", b"--- "), option="--patch")
     here = Path.cwd()
     with Scratch(project_of(here)) as scratch:
         environment = waiting_beside_others(progress)
@@ -113,7 +116,6 @@ def tune_script(
     )
     each_s = 2 * TRIALS * race.expected_s(UNCHANGED)
     result = result.model_copy(update={"notes": notes(result, each_s)})
-    files = [] if patch is None else [Path(patch)]
     if result.path:  # what nobody asked for is not left behind where nothing was found
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / FILE, result.model_dump_json(indent=1) + "\n")

@@ -247,7 +247,7 @@ def test_only_what_was_found_or_asked_for_is_left_behind(tuned, tmp_path):
     assert (tmp_path / "kept" / "tuning.json").is_file()
     tuned(Script(speed={"no-anomaly": 1.5}))
     assert (tmp_path / "tuned-train" / "changes.patch").is_file()
-    (tmp_path / "x.patch").write_text("of an earlier tune")
+    (tmp_path / "x.patch").write_text("--- a/train.py of an earlier tune")
     tuned(slow, patch="x.patch")
     assert not (tmp_path / "tuned-train" / "changes.patch").exists(), "it is of an earlier tune"
     assert not (tmp_path / "x.patch").exists()
