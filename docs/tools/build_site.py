@@ -127,10 +127,10 @@ def key_reference(key: str, field: Any) -> str:
 
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     limits = [
-        f"{words} {getattr(bound, name):,}"
+        f"{words} {limit:,}"
         for bound in field.metadata
         for name, words in bounds.items()
-        if getattr(bound, name, None) is not None
+        if (limit := getattr(bound, name, None)) is not None and limit < 10**30  # else none
     ]
     default = "" if field.is_required() else f"`{shown(field.get_default())}`"
     change = ""
