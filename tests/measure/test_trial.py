@@ -231,6 +231,12 @@ def test_the_padding_of_a_step_is_no_work(tiny_config, ragged_set):
     assert found.tokens_per_s == pytest.approx(done / sum(found.step_s[3:]))
 
 
+def test_a_speedup_whose_name_is_in_that_of_another_may_be_off(tiny_config):
+    config = tiny_config(speedups="selective-checkpointing")
+    found = try_recipe(config, Timing(steps=3, warmup_steps=2), 240)
+    assert found.is_ok, found.reason
+
+
 def test_trials_are_compared_by_their_tokens():
     packed = Result(step_s=[2.0] * 10, tokens=[100] * 10, warmup_steps=1)
     padded = Result(step_s=[1.0] * 10, tokens=[10, *[20, 30] * 4, 25], warmup_steps=1)
