@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import signature, unwrap
@@ -56,7 +57,7 @@ def optimizers_of(
     """Return the optimizers of a run, created by the function that `optim.kind` names.
 
     Raises: ConfigError when it has a different signature, or does not return a tuple of torch
-            optimizers with peak_lr in each group.
+            optimizers with peak_lr in each group and each trainable parameter in one group.
     """
     kind, build = config.optim.kind, OPTIMIZERS.get(config.optim.kind)
     as_documented = (
@@ -74,20 +75,29 @@ def optimizers_of(
             f"The optimizer {kind} cannot be called as {CALL}: {error}.", fix=f"{as_documented}."
         ) from error
     result = build(model, config.optim, parts)
-    is_sequence = isinstance(result, tuple | list)
-    if not is_sequence or not result or not all(isinstance(one, Optimizer) for one in result):
+    is_sequence = isinstance(result, tuple | list) and result
+    if not (is_sequence and all(isinstance(one, Optimizer) for one in result)):
         single = "a single " if isinstance(result, Optimizer) else ""
         actual = single + type(result).__name__ if result else repr(result)
         raise ConfigError(
             f"The optimizer {kind} returned {actual}, not a tuple of torch optimizers.",
             fix=f"{as_documented}. For a single one: (optimizer,).",
         )
-    if any("peak_lr" not in group for one in result for group in one.param_groups):
+    groups = [group for one in result for group in one.param_groups]
+    if any("peak_lr" not in group for group in groups):
         raise ConfigError(
             f"The optimizer {kind} has a parameter group without peak_lr, which the schedule "
             "multiplies.",
             fix='Write each group as {"params": [...], "peak_lr": config.lr}.',
         )
+    updates = Counter(p for group in groups for p in group["params"])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and updates[parameter] != 1:
+            raise ConfigError(
+                f"The optimizer {kind} has {name} in {updates[parameter]} of its groups, not one.",
+                fix="Write each parameter into one group. The model freezes those that are not "
+                "trained: parameter.requires_grad_(False).",
+            )
     return tuple(result)
 
 

@@ -83,6 +83,14 @@ def without_peak_lr(model, config, parts):
     return (SGD(model.parameters(), lr=config.lr),)
 
 
+def of_weight_alone(model, config, parts):
+    return (SGD([{"params": [model.weight], "peak_lr": config.lr}], lr=config.lr),)
+
+
+def twice(model, config, parts):
+    return [*listed(model, config, parts), *of_weight_alone(model, config, parts)]
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -95,6 +103,8 @@ def without_peak_lr(model, config, parts):
         ),
         (SGD, r"is a class, not a function"),
         (without_peak_lr, r"a parameter group without peak_lr"),
+        (of_weight_alone, r"has bias in 0 of its groups, not one"),
+        (twice, r"has weight in 2 of its groups, not one"),
     ],
 )
 def test_a_user_optimizer_that_breaks_the_contract_is_named(monkeypatch, build, message):
@@ -109,3 +119,10 @@ def test_a_list_of_optimizers_is_accepted(monkeypatch):
         len(optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None))
         == 1
     )
+
+
+def test_an_optimizer_need_not_have_frozen_parameters(monkeypatch):
+    monkeypatch.setattr(registry.Folder, "get", lambda self, name: of_weight_alone)
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    assert len(optimizers_of(load_config(None, ["optim.kind=my:own"]), model, parts=None)) == 1
