@@ -45,22 +45,33 @@ class StepGuard:
         self._before: list[Tensor] = []
 
     @cached_property
-    def buffers(self) -> Sequence[Tensor]:
-        """The buffers that a checkpoint stores, as they are at the first step.
-
-        Shapes: any.
-        """
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        """The modules and names of the buffers that a checkpoint stores."""
         return [
-            buffer
+            (module, name)
             for module in (self._model.modules() if self._model is not None else ())
-            for name, buffer in module.named_buffers(recurse=False)
+            for name, _ in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set
         ]
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """These buffers. A forward pass may have assigned other tensors.
+
+        Shapes: any.
+        """
+        return [getattr(module, name) for module, name in self._places]
+
     def begin(self) -> None:
-        """Copy the buffers before a step. Most models have none."""
+        """Copy the buffers before passes that change them. Most models have none."""
         self.waited_s = 0.0
         self._before = [buffer.detach().clone() for buffer in self.buffers]
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give the buffers the values that they had at `begin`."""
+        for buffer, before in zip(self.buffers, self._before, strict=True):
+            buffer.copy_(before)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor, num_valid: Tensor) -> Tensor:

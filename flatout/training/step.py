@@ -87,8 +87,6 @@ def train_step(
             forward passes may change, have their values from before the step again.
     """
     seed_step(run)
-    may_drop = drop is not None and batch.num_micro_batches > 1
-    before = [(each, each.detach().clone()) for each in run.guard.buffers] if may_drop else []
     loss_scale = run.scaler.scale if run.scaler else 1.0
     run.guard.begin()
     loss_sum = torch.zeros((), device=run.mesh.device)
@@ -102,9 +100,7 @@ def train_step(
         run.pulse.beat()
         if number > 1 and drop is not None and drop(run, number):
             run.parts.zero_grad(run.trained())
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
+            run.guard.undo()
             raise Dropped
         with run.grad_sync(number == batch.num_micro_batches):
             with phase("forward"), run.autocast():

@@ -33,8 +33,8 @@ def warm_up(
 ) -> None:
     """Compile now, by running training and evaluation passes in the shapes of the run.
 
-    RNG, weights and gradients do not change. `eval_shapes` comes from `evaluation.batch_shapes`. If
-    it is empty, no graph is compiled for evaluation.
+    RNG, weights, buffers and gradients do not change. `eval_shapes` comes from
+    `evaluation.batch_shapes`. If it is empty, no graph is compiled for evaluation.
 
     torch.compile is lazy, so its errors appear at the first call. If it fails on any rank and the
     plain code works, the run continues uncompiled and reports it.
@@ -89,6 +89,7 @@ def _try_step(
     Raises: WorkInterrupted, on every rank, when `stop` was requested on one.
     """
     device = run.mesh.device
+    run.guard.begin()
     try:
         for work in _passes(run, eval_shapes):
             failure = _attempt(work, stop if run.mesh.device_mesh is None else None)
@@ -101,6 +102,7 @@ def _try_step(
             if float(num_failed):
                 return failure, True
     finally:
+        run.guard.undo()
         run.core.train()
         run.parts.zero_grad(run.trained())
     return None, False

@@ -14,6 +14,18 @@ from flatout.optim.muon import Muon
 from flatout.optim.step_guard import StepGuard, reads_flag, step_unless, step_with_flag
 
 
+class Average(nn.Module):
+    """Assigns a new tensor to its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, rows):
+        self.mean = 0.5 * self.mean + 0.5 * rows.mean(0)
+        return self.mean
+
+
 def judged(guard, norm, loss=2.0):
     return int(guard.judge(torch.tensor(loss), torch.tensor(float(norm)), torch.tensor(1)))
 
@@ -55,8 +67,8 @@ def test_a_lower_limit_of_bad_steps_does_not_skip_the_first_step_of_a_resumed_ru
     assert judged(again, 1.0) == 0
 
 
-def test_a_bad_step_leaves_buffers_as_they_were():
-    model = nn.BatchNorm1d(3)
+@pytest.mark.parametrize("model", [nn.BatchNorm1d(3), Average()], ids=["in place", "assigned"])
+def test_a_bad_step_leaves_buffers_as_they_were(model):
     guard = StepGuard(model=model)
     for rows, bad in ((torch.randn(4, 3), False), (torch.full((4, 3), math.nan), True)):
         before = [buffer.clone() for buffer in model.buffers()]
@@ -64,7 +76,20 @@ def test_a_bad_step_leaves_buffers_as_they_were():
         loss = model(rows).sum().detach()
         guard.judge(loss, torch.tensor(1.0), torch.tensor(1))
         kept = [torch.equal(one, two) for one, two in zip(before, model.buffers(), strict=True)]
-        assert kept == [bad] * 3
+        assert kept == [bad] * len(kept)
+
+
+@pytest.mark.parametrize("model", [nn.BatchNorm1d(3), Average()], ids=["in place", "assigned"])
+def test_undone_passes_leave_buffers_as_they_were(model):
+    guard = StepGuard(model=model)
+    for _ in range(2):
+        before = [buffer.clone() for buffer in model.buffers()]
+        guard.begin()
+        model(torch.randn(4, 3) + 1)
+        assert not torch.equal(before[0], next(model.buffers()))
+        guard.undo()
+        assert all(map(torch.equal, before, model.buffers()))
+        model(torch.randn(4, 3))
 
 
 LR = 0.1

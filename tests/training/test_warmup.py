@@ -75,6 +75,22 @@ def test_warming_up_changes_no_gradient_or_weight(broken):
     )
 
 
+def test_warming_up_changes_no_buffer(broken):
+    """A resumed run warms up too, and would not continue as the first one."""
+    passes = torch.zeros(())
+    broken.core.register_buffer("passes", passes)
+    seen = []
+
+    def count(*_):
+        passes.add_(1)
+        seen.append(float(passes))
+
+    broken.core.register_forward_pre_hook(count)
+    warm_up(broken, Events())
+    assert seen == [1.0, 2.0]
+    assert float(broken.core.passes) == 0.0
+
+
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_stop_request_ends_the_warm_up_and_changes_nothing(broken, monkeypatch, shard):
     """Sharded passes communicate, so that they are not interrupted."""
