@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flatout.config.sections import ParallelConfig
 from flatout.data.conversation.templates import CHAT_TEMPLATE, load_template, stored_template
 from flatout.data.load.batches import ShardReader
-from flatout.data.store.mix import Member, distinct_names, members_of
+from flatout.data.store.mix import Member, members_of, named_members
 from flatout.data.store.shards import Dataset
 from flatout.distributed.mesh import make_mesh
 from flatout.distributed.rendezvous import Ranks
-from flatout.errors import ConfigError, DataError
+from flatout.errors import DataError
 from flatout.inference.load import LoadedRun
 from flatout.progress import SILENT, Progress
 from flatout.training.evaluation import Evaluation, Evaluator, warn_of_unscored
@@ -26,7 +27,7 @@ def score_run(
     max_tokens: int | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Score the validation text of the run's data, or of `data`, whose tokens all weigh the same.
+    """Score the validation text of the run's data, or of `data`, whose targets all weigh the same.
 
     The model computes in the precision it was loaded with: after `load_run(run,
     precision="trained")` the loss equals the one that the run measured.
@@ -37,10 +38,9 @@ def score_run(
     for member in members:
         require_tokenizer(loaded.folder, member.dataset, loaded.checkpoint)
         _warn_of_template(loaded.folder, member, progress)
-    model = loaded.model
-    mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
-    precision = loaded.parts.precision
-    evaluator = Evaluator(loaded.config, model, mesh, ShardReader(), precision)
+    device = next(loaded.model.parameters()).device
+    mesh = make_mesh(ParallelConfig(), str(device), Ranks())
+    evaluator = Evaluator(loaded.config, loaded.model, mesh, ShardReader(), loaded.parts.precision)
     warn_of_unscored(members, progress)
     found = evaluator.score(members, max_tokens=max_tokens, progress=progress)
     if found is None:
@@ -48,6 +48,8 @@ def score_run(
             f"{', '.join(str(member.dataset.path) for member in members)}: no validation text.",
             fix="Prepare it with a larger validation share, for example --split 'tail 0.1'.",
         )
+    if data:  # of a dataset with a loss mask, fewer tokens are predicted than it has
+        found = Evaluation(tuple(replace(one, share=one.tokens) for one in found.by_dataset))
     return found
 
 
@@ -68,13 +70,4 @@ def open_datasets(data: Sequence[str | Path]) -> list[Member]:
     Raises: ConfigError when one is given twice; DataError when one cannot be opened.
     """
     datasets = [Dataset.open(path) for path in data]
-    folders = [dataset.path.resolve() for dataset in datasets]
-    for dataset, folder in zip(datasets, folders, strict=True):
-        if folders.count(folder) > 1:
-            raise ConfigError(f"--data names {dataset.path} twice.", fix="Give each dataset once.")
-    tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
-    names = distinct_names([str(dataset.path) for dataset in datasets])
-    return [
-        Member(name, dataset, count / max(sum(tokens), 1))
-        for name, dataset, count in zip(names, datasets, tokens, strict=True)
-    ]
+    return named_members(datasets, [one.split("val").num_tokens for one in datasets], "--data")

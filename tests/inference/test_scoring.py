@@ -39,3 +39,23 @@ def test_data_without_validation_text_is_rejected(fox_run, tmp_path):
         writer.finish(source={}, split_rule="none")
     with pytest.raises(DataError, match="no validation text"):
         score_run(loaded, data=[tmp_path / "data"])
+
+
+def test_given_datasets_weigh_as_much_as_the_tokens_that_are_predicted(fox_run, tmp_path):
+    loaded = load_run(fox_run[0] / "runs" / "fox", device="cpu")
+    paths = []
+    for text, every in (("The quick brown fox ", 9), ("zyx wvu tsr qpo ", 1)):
+        tokens = np.array(loaded.tokenizer.encode(text * 20))
+        mask = (np.arange(len(tokens)) % every == 0).astype(np.uint8)
+        paths.append(tmp_path / f"every-{every}")
+        with DatasetWriter(paths[-1], loaded.tokenizer) as writer:
+            for split in ("train", "val"):
+                writer.append(split, tokens, [len(tokens)], text_bytes=int(mask.sum()), mask=mask)
+            writer.finish(source={}, split_rule="by hand")
+    found = score_run(loaded, data=paths)
+    few, many = found.by_dataset
+    assert (few.tokens, many.tokens) == (44, 319)
+    assert abs(few.loss - many.loss) > 0.1
+    nats = few.loss * few.tokens + many.loss * many.tokens
+    assert found.loss == pytest.approx(nats / found.tokens)
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / (45 + 320))

@@ -36,13 +36,13 @@ LONGEST_PERIOD = 65_536
 
 @dataclass(frozen=True)
 class Member:
-    """One dataset of a mix and its share of the sequences."""
+    """One of several datasets, and its share of the sequences."""
 
     name: str
     """The last parts of its path, as many as distinguish it from the others."""
     dataset: Dataset
     share: float
-    """Between 0 and 1."""
+    """Its weight. Those of a mix add up to 1."""
 
 
 class MixedDataset:
@@ -62,16 +62,10 @@ class MixedDataset:
         """
         turns = whole_turns(mix)
         datasets = [Dataset.open(one) for one in mix]
-        for number, dataset in enumerate(datasets):
+        for dataset in datasets:
             _require_same_tokenizer(datasets[0], dataset)
-            if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
-                raise ConfigError(
-                    f"data.mix names {dataset.path} twice.",
-                    fix="Name it once, with the sum of its weights.",
-                )
-        names = distinct_names([str(dataset.path) for dataset in datasets])
         shares = [turn / sum(turns) for turn in turns]
-        return cls([Member(*fields) for fields in zip(names, datasets, shares, strict=True)], turns)
+        return cls(named_members(datasets, shares, "data.mix"), turns)
 
     @property
     def vocab_size(self) -> int:
@@ -263,6 +257,23 @@ def deal_turns(turns: tuple[int, ...]) -> Array:
         dealt[order[turn]] += 1
     order.flags.writeable = False  # the cached array is shared by all callers
     return order
+
+
+def named_members(
+    datasets: Sequence[Dataset], shares: Sequence[float], option: str
+) -> list[Member]:
+    """Return datasets that an option names, with their shares, as members of a mix.
+
+    Raises: ConfigError when one is named twice.
+    """
+    folders = [dataset.path.resolve() for dataset in datasets]
+    for dataset, folder in zip(datasets, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise ConfigError(
+                f"{option} names {dataset.path} twice.", fix="Name each dataset once."
+            )
+    names = distinct_names([str(dataset.path) for dataset in datasets])
+    return [Member(*fields) for fields in zip(names, datasets, shares, strict=True)]
 
 
 def distinct_names(paths_or_urls: Sequence[str]) -> list[str]:
