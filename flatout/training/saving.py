@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import platform
 import shutil
@@ -29,11 +30,14 @@ from flatout.training.checkpoint.catalog import (
     steps_between_saves,
 )
 from flatout.training.metrics.log import Log
-from flatout.training.run_dir.data_location import data_facts, digest
+from flatout.training.run_dir.data_location import data_facts
 from flatout.training.run_dir.lock import require_held
 from flatout.training.soundness import require_sound
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
+STEPS_BETWEEN_LOOKS = 10
+"""Several ranks ask rank 0 for the time, which makes them wait for each other, at every tenth step.
+"""
 
 
 class SaveSchedule:
@@ -61,14 +65,14 @@ class SaveSchedule:
         return is_due and not self._is_owed
 
     def _is_time(self, run: Run) -> bool:
-        saves_best = run.config.checkpoint.best
-        if run.step >= run.last_step or (saves_best and run.best_step == run.step):
+        is_best = run.config.checkpoint.best and run.best_step == run.step
+        if run.step >= run.last_step or is_best:
             return False
         if is_kept_for_good(run.step, run.config.checkpoint.keep_every):
             return True
         if self._steps:
             return run.step % self._steps == 0
-        if run.step % run.config.log.every:
+        if run.mesh.world_size > 1 and run.step % STEPS_BETWEEN_LOOKS:
             return False
         is_time = bool(run.mesh.broadcast_object(self._log.wall_s - self._saved_s >= self._seconds))
         if is_time:
@@ -230,9 +234,10 @@ def environment_of(run: Run) -> JsonObject:
     """
     members, tokens = members_of(run.dataset), run.config.train.eval_tokens
     scored = [f"{member.share} {member.dataset.manifest.digest_of('val')}" for member in members]
+    scored.append(str(None if tokens == "all" else tokens))
     return {
         **fingerprint(str(run.mesh.device)),
         "datasets": data_facts(run.dataset),
-        "validation": digest([*scored, str(None if tokens == "all" else tokens)]),
+        "validation": hashlib.sha256("".join(scored).encode()).hexdigest()[:16],
         "tokenizer": members[0].dataset.manifest.tokenizer.digest,
     }

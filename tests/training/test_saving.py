@@ -50,3 +50,11 @@ def test_all_checkpoints_stay_with_keep_all(tiny_config, tmp_path):
     config = tiny_config(train__steps=4, checkpoint__keep="all", checkpoint__every_steps=1)
     run_training(config, tmp_path / "run")
     assert catalog.steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_one_process_saves_by_the_clock_at_any_step(tiny_config, tmp_path):
+    config = tiny_config(
+        train__steps=3, log__every=100, checkpoint__every_minutes=1e-9, checkpoint__keep="all"
+    )
+    run_training(config, tmp_path / "run")
+    assert catalog.steps(tmp_path / "run") == [1, 2, 3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 
 from flatout.config.sections import DataConfig
@@ -73,11 +71,6 @@ def data_facts(dataset: AnyDataset) -> list[JsonObject]:
         }
         for part in members_of(dataset)
     ]
-
-
-def digest(texts: Iterable[str]) -> str:
-    """Return the first 16 characters of the SHA-256 of the joined texts."""
-    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
 def keep_text_format(dataset: AnyDataset, run_folder: Path, *, progress: Progress = SILENT) -> None:
