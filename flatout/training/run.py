@@ -175,11 +175,12 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         saved = read_info(newest) if newest and is_own(newest, run.folder) else None
         if mesh.is_main:
             if (
-                newest
-                and saved
+                saved
                 and saved.config_digest != (layout.read_config(run.folder) or run.config).digest()
             ):
-                differences.append(f"Settings in {layout.CONFIG} have changed since {newest.name}.")
+                differences.append(
+                    f"Settings in {layout.CONFIG} have changed since step-{saved.step}."
+                )
             observers += configured_observers(run.config.log)
             store_plan(run, plan, progress)
             suggest_bench(run, plan, request)
@@ -335,7 +336,10 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
     if plan.checkpoint is None:
         return []
     run.resumed_from = str(plan.checkpoint)
-    return load(run, plan.checkpoint, environment=environment_of(run), progress=progress)
+    found = load(run, plan.checkpoint, environment=environment_of(run), progress=progress)
+    if plan.is_new:  # the checkpoint of another run's best step is not here
+        run.best_val_loss = run.best_step = None
+    return found
 
 
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:

@@ -196,6 +196,12 @@ def plan_run(request: RunRequest, known: Mapping[Path, str] | None = None) -> Ru
         if start.checkpoint is not None:
             require_tokenizer(run_of(start.checkpoint) or folder, dataset, start.checkpoint)
         plan = _plan_new(request, start)
+    patience = start.summary is None and plan.config.train.patience
+    if patience and not with_validation(members_of(dataset)):
+        raise DataError(
+            "train.patience needs a validation loss, but there is no validation text.",
+            fix="Set train.patience=0.",
+        )
     if start.message is not None:
         request.progress.say(start.message)
     return plan
@@ -245,11 +251,6 @@ def _plan_new(request: RunRequest, start: Start) -> RunPlan:
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
             cache=request.cache,
-        )
-    if config.train.patience and not with_validation(members_of(dataset)):
-        raise DataError(
-            "train.patience needs a validation loss, but there is no validation text.",
-            fix="Remove train.patience.",
         )
     if checkpoint is not None and config.train.init_from is not None:
         raise ConfigError(

@@ -163,6 +163,16 @@ def test_more_patience_resumes_training(patient, tmp_path):
     assert run_training(patient(), tmp_path / "run") == summary
 
 
+def test_a_run_that_starts_from_another_one_has_its_own_best(patient, tmp_path):
+    """The other one ran out of patience at step 8, and its best checkpoint is not here."""
+    run_training(patient(), tmp_path / "run")
+    new = patient(optim__lr=1e-3)
+    summary = run_training(new, tmp_path / "new", resume=str(tmp_path / "run"))
+    assert (summary["steps"], summary["best_step"], summary["best_val_loss"]) == (16, 12, 1.0)
+    assert val_steps(tmp_path / "new") == [10, 12, 14, 16]
+    assert find_checkpoint(tmp_path / "new", "best").name == "step-12"
+
+
 def test_the_count_survives_a_stop(patient, tmp_path, stop_at):
     whole = run_training(patient(), tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -187,18 +197,28 @@ def test_a_run_that_reaches_its_last_step_did_not_stop_early(patient, tmp_path):
     assert (summary["steps"], summary["stopped_early"]) == (8, False)
 
 
-def test_without_validation_text_patience_is_rejected_and_nothing_is_evaluated(
-    tiny_config, tmp_path
-):
+@pytest.fixture
+def unvalidated(tiny_config, tmp_path):
+    """The configuration of a run on data without validation text."""
     tokenizer = make_tokenizer("byte", lambda _: [])
     with DatasetWriter(tmp_path / "data", tokenizer) as writer:
         tokens = np.array(tokenizer.encode("a run, a loss, a model. " * 40))
         writer.append("train", tokens, [len(tokens)], text_bytes=len(tokens))
         writer.finish(source={}, split_rule="none")
-    config = tiny_config(data__path=str(tmp_path / "data"), train__eval_every=2)
+    return tiny_config(data__path=str(tmp_path / "data"), train__eval_every=2)
+
+
+def test_without_validation_text_patience_is_rejected_and_nothing_is_evaluated(
+    unvalidated, tmp_path, stop_at
+):
+    patient = unvalidated.with_values({"train.patience": 1})
     with pytest.raises(DataError, match="no validation text"):
-        run_training(config.with_values({"train.patience": 1}), tmp_path / "run")
-    summary = run_training(config, tmp_path / "run")
+        run_training(patient, tmp_path / "run")
+    with pytest.raises(Stopped):
+        run_training(unvalidated, tmp_path / "run", observers=[stop_at(3)])
+    with pytest.raises(DataError, match="no validation text"):
+        run_training(patient, tmp_path / "run")
+    summary = run_training(unvalidated, tmp_path / "run")
     assert (summary["val_loss"], summary["best_val_loss"], summary["by_dataset"]) == (
         None,
         None,
