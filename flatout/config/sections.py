@@ -206,7 +206,7 @@ class ScheduleConfig(Section):
     warmup: int | float = Field(0.02, ge=0)
     """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
     decay: float = Field(0.2, gt=0, le=1)
-    """Fraction of the run over which wsd lowers the rate to min_lr."""
+    """Fraction of the steps after the warm-up over which wsd lowers the rate to min_lr."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the last step."""
 
@@ -263,7 +263,8 @@ class TrainConfig(Section):
     and step start from the beginning, except for AdamW's moments that another tool saved beside its
     model."""
     sample_every: NonNegativeInt = 0
-    """Steps between text samples. 0 samples once, at the end."""
+    """Steps between text samples. 0 samples once, at the end. Weights that are sharded, or in host
+    memory, give none."""
     sample_prompt: str = ""
     """Prompt of the samples. Empty starts a new document."""
     max_bad_steps: Count = 10

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flatout.assembly.run import Run
 from flatout.distributed.rendezvous import expect_steps
+from flatout.errors import DataError
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, score
 from flatout.training.metrics.log import Log
@@ -137,9 +138,13 @@ def log_evaluation(session: Session) -> Evaluation | None:
 def log_sample(session: Session) -> None:
     """Log a sample on rank 0. With sharded weights, no rank has the whole model.
 
-    A sample that a stop request interrupts is not logged.
+    A sample that a stop request interrupts is not logged. One that fails, as when the chat template
+    rejects its prompt, is reported: the run continues.
     """
     run = session.run
     if session.sample and run.mesh.is_main and run.mesh.device_mesh is None:
-        with run.pulse.during("sampling"), suppress(WorkInterrupted):
-            session.log.event("sample", text=session.sample(run))
+        try:
+            with run.pulse.during("sampling"), suppress(WorkInterrupted):
+                session.log.event("sample", text=session.sample(run))
+        except DataError as error:
+            session.log.progress.say(f"There is no sample at step {run.step}: {error.what}")

@@ -306,6 +306,19 @@ def test_observers_are_called_in_order(tiny_config, tmp_path):
     assert again.calls == [], "the run is finished"
 
 
+def test_a_sample_that_fails_is_reported_and_the_run_completes(tiny_config, tmp_path, messages):
+    def fail(run):
+        raise DataError("The prompt has no tokens.", fix="Change it.")
+
+    config = tiny_config(train__steps=2, train__sample_every=1)
+    summary = run_training(config, tmp_path / "run", sample=fail, progress=messages)
+    assert summary["steps"] == 2
+    lines = [line for line in messages.lines if "sample" in line]
+    assert lines == [
+        f"There is no sample at step {step}: The prompt has no tokens." for step in (1, 2)
+    ]
+
+
 def test_two_runs_of_one_configuration_are_equal_bit_for_bit(tiny_config, tmp_path):
     """Evaluations and samples do not affect training, and the seed does."""
 
