@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,7 +89,8 @@ def written(
         draw_token, sampling=sampling, vocab_size=tokenizer.vocab_size, generator=generator
     )
     with evaluating(context.model):
-        for token in islice(tokens_after(context, ids, choose), sampling.max_tokens):
+        tokens = tokens_after(context, ids, choose)
+        for _, token in zip(range(sampling.max_tokens), tokens, strict=False):
             if token in ends:
                 break
             piece = "" if token in unseen else text.push(decoded.push(token))

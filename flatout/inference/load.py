@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from flatout.assembly.choices import assemble
 from flatout.assembly.parts import Parts
@@ -80,8 +80,12 @@ def load_run(
     `flatout.evaluate` reproduces the run's own loss. `trust_code` allows the custom code named in
     config.yaml to be imported, now and later.
     Raises: CheckpointError, DataError or ConfigError when the run, checkpoint or tokenizer cannot
-            be used; UntrustedCode before any custom code is imported.
+            be used, or `precision` is neither; UntrustedCode before any custom code is imported.
     """
+    if precision not in get_args(Arithmetic):
+        raise ConfigError(
+            f"precision={precision!r} must be 'fp32' or 'trained'.", fix="Use one of the two."
+        )
     folder = find_run(run)
     config = trusted_config(folder, trust_code=trust_code)
     if config is None or (config.data.path is None and config.data.mix is None):

@@ -29,6 +29,7 @@ def greedy(logits_V):
 
 def test_a_sample_ends_at_the_end_of_the_document():
     assert generated("hello", max_tokens=100) == "hello"
+    assert generated("hello", max_tokens=2**70) == "hello"
 
 
 def test_a_sample_ends_after_max_tokens():

@@ -11,7 +11,7 @@ from flatout.cli.commands.eval import evaluate
 from flatout.cli.commands.generate import generate
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
-from flatout.errors import CheckpointError, DataError
+from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.hardware.machine import probe
 from flatout.inference import load
 from flatout.ops import Ops
@@ -44,6 +44,11 @@ def test_weights_whose_content_changed_are_not_loaded(copied_run):
     assert load.load_run(copied_run, "last", device="cpu").checkpoint.name == "step-2"
     with pytest.raises(CheckpointError, match=r"model-00000\.safetensors is damaged"):
         load.load_run(copied_run, "3", device="cpu")
+
+
+def test_another_precision_is_rejected(fox_run):
+    with pytest.raises(ConfigError, match=r"precision='bf16' must be 'fp32' or 'trained'\."):
+        load.load_run(fox_run[0] / "runs" / "fox", precision="bf16")
 
 
 def test_speedups_that_do_not_work_here_are_skipped(fox_run):
