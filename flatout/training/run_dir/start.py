@@ -64,9 +64,8 @@ def find_start(
     if resume == "never":
         _require_empty(folder)
         return Start()
-    log, path = RunLog(folder), Path(resume).resolve()
-    origin = log.origin
-    is_here = resume == "auto" or path == folder.resolve()
+    log, path = RunLog(folder), (folder if resume == "auto" else Path(resume)).resolve()
+    origin, is_here = log.origin, path == folder.resolve()
     continues = is_here or (origin and str(path) in (origin.asked, origin.checkpoint))
     if not continues and not is_own(path, folder) and catalog.has_saved(folder):
         raise CheckpointError(
@@ -253,12 +252,12 @@ def _require_equal_rates(
     """
     since = catalog.step_of(Path(origin.checkpoint)) if origin else 0
     before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
+    done = catalog.step_of(checkpoint) if checkpoint else 0
     now, then = (
-        {step: peak * factor(one.schedule, peak, step, length) for step in range(since, before + 1)}
+        [peak * factor(one.schedule, peak, step, length) for step in range(done + 1)]
         for one, length in ((stored, before), (longer, steps))
     )
-    equal = next((step for step in range(since, before) if now[step] != then[step]), before)
-    done = catalog.step_of(checkpoint) if checkpoint else 0
+    equal = next((step for step in range(since, done) if now[step] != then[step]), done)
     if done <= equal:
         return
     earlier = [step for step in catalog.steps(folder) if max(since, 1) <= step <= equal]

@@ -221,6 +221,12 @@ def test_what_is_unusual_is_said(tmp_path):
     assert "step-5 cannot be used" in recorder.lines[0]
 
 
+def test_a_run_resumes_in_the_directory_of_its_checkpoints(tmp_path, monkeypatch):
+    """`auto` is not a path there."""
+    monkeypatch.chdir(make(tmp_path, saved=[2, 5]) / "checkpoints")
+    assert find_start(Path(".."), load_config(None, STORED)).checkpoint.name == "step-5"
+
+
 def test_a_new_run_starts_from_the_newest_checkpoint_that_is_not_bad(tmp_path):
     run = make(tmp_path, saved=[2, 5], journal=TABLE["bad twice"][0]["journal"])
     start = find_start(tmp_path / "new", load_config(None, STORED), str(run))
