@@ -251,7 +251,7 @@ def processes(
         if stored is None:
             with_batch(config, layout_of(config.parallel, count))
         else:
-            for_world_size(stored, count)
+            for_world_size(stored.model_copy(update={"parallel": config.parallel}), count)
     return count
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from flatout.cli.commands.train import SAMPLE_LINES, TrainResult, train
+from flatout.cli.commands.train import SAMPLE_LINES, TrainResult, processes, train
+from flatout.config.schema import load_config
 from flatout.inference import chat
 from flatout.storage.json_io import append_line
-from flatout.training.run_dir.layout import read_config
+from flatout.training.run_dir.layout import read_config, write_config
 from flatout.training.run_dir.runlog import RunLog
 
 RESULT = {
@@ -100,3 +101,12 @@ def test_a_sample_of_a_model_of_short_documents_has_several(tiny_config, tmp_pat
     (text,) = (e["text"] for e in RunLog(tmp_path / "run").events if e["event"] == "sample")
     assert text.splitlines()[:2] == ["Ann, Bob"] * 2
     assert len(text.splitlines()) == len(set(seeds)) == 3
+
+
+def test_processes_are_counted_with_the_layout_of_this_start(tiny, tiny_set, tmp_path):
+    """A stored run may have had another layout: each start states its own."""
+    sizes = {"batch.tokens_per_step": 96, "batch.rows_per_device": 2}
+    config = load_config().with_values(tiny | sizes | {"data.path": str(tiny_set)})
+    stored = config.with_values({"parallel.shard": 2})
+    write_config(tmp_path / "run", stored, requested=stored)
+    assert processes(config, ["train.devices=3"], run=tmp_path / "run") == 3
