@@ -239,8 +239,8 @@ def score(
 
 def batch_shapes(run: Run) -> list[tuple[int, int]]:
     """Return the (rows, tokens) of `score`'s batches. Empty when there is no validation text."""
-    shape = run.rows_per_device, run.config.data.seq_len
-    return [shape] if with_validation(members_of(run.dataset)) else []
+    is_scored = with_validation(members_of(run.dataset))
+    return [(run.rows_per_device, run.config.data.seq_len)] if is_scored else []
 
 
 def with_validation(members: Sequence[Member]) -> list[Member]:
@@ -254,7 +254,7 @@ def warn_of_empty_steps(run: Run, progress: Progress) -> None:
 
     Cost: reads the mask of at most SAMPLED sequences per dataset.
     """
-    seq_len, shares = run.config.data.seq_len, []
+    seq_len, share = run.config.data.seq_len, 0.0
     if run.config.batch.by_tokens or len(run.loader.shapes) > 1:  # rows are whole documents
         return
     for member in members_of(run.dataset):
@@ -263,8 +263,7 @@ def warn_of_empty_steps(run: Run, progress: Progress) -> None:
         mask_NT = np.ones((min(SAMPLED, count), seq_len), np.bool_)
         if split.has_mask:
             split.read_mask(np.linspace(0, count - 1, len(mask_NT)).astype(int), seq_len, mask_NT)
-        shares.append(member.share * float(mask_NT.any(axis=1).mean()))
-    share = sum(shares)
+        share += member.share * float(mask_NT.any(axis=1).mean())
     empty = (1 - share) ** (run.tokens_per_step // seq_len)
     if empty > 0.5:
         progress.say(

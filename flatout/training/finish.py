@@ -89,7 +89,6 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
             "which must have been measured while the machine was busy"
         )
     tokens_here = run.tokens - log.first_tokens
-    last = catalog.checkpoint_path(run.folder, run.step)
     return {
         "run": str(run.folder),
         "steps": run.step,
@@ -114,5 +113,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,
         "resumed_from": run.resumed_from,
-        "weights_sha256": run.mesh.broadcast_object(digest_of(last) if run.mesh.is_main else ""),
+        "weights_sha256": run.mesh.broadcast_object(
+            digest_of(catalog.checkpoint_path(run.folder, run.step)) if run.mesh.is_main else ""
+        ),
     }

@@ -68,7 +68,7 @@ def require_sound(run: Run, log: Log) -> None:
     if looked == run.step:
         return
     looks = looks_of(run)
-    totals: dict[str, int] = {}
+    totals = dict[str, int]()
     for look in looks.values():
         totals[look.place] = (totals.get(look.place, 0) * PRIME + look.digest) % MODULUS
     broken = [name for name, look in looks.items() if not math.isfinite(look.largest)]
@@ -142,8 +142,7 @@ def looks_of(run: Run) -> dict[str, Look]:
     named: dict[str, Tensor] = dict(run.core.named_parameters()) | optimizer_tensors(run)
     stage = run.mesh.rank * run.mesh.pipeline // run.mesh.world_size
     places: list[tuple[str, str]] = []
-    sums: list[Tensor] = []
-    norms: list[Tensor] = []
+    sums, norms = list[Tensor](), list[Tensor]()
     for name in sorted(named):
         for part in parts_of(named[name].detach()):
             places.append((name, f"{stage} {place_of(named[name])}"))
@@ -155,7 +154,7 @@ def looks_of(run: Run) -> dict[str, Look]:
             sums.append(words.sum(dtype=torch.int64).to(run.mesh.device))
             low, high = flat.aminmax() if flat.dtype in FLOATS else [torch.zeros(())] * 2
             norms.append(torch.maximum(-low, high).to(run.mesh.device, torch.float32))
-    looks: dict[str, Look] = {}
+    looks = dict[str, Look]()
     for (name, place), total, norm in zip(
         places, torch.stack(sums).tolist(), torch.stack(norms).tolist(), strict=True
     ):

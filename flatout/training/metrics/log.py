@@ -96,9 +96,8 @@ class Log:
         self._started_s = time.perf_counter()
         self._elapsed_before_s = run.elapsed_s
         self._interval = Interval(self._started_s)
-        self._failed: set[str] = set()
-        others: Callable[[], OtherProcesses | None] = OtherProcesses
-        self._others = self._beside("the load of other processes", others, None)
+        self._failed = set[str]()
+        self._others = self._beside("the load of other processes", OtherProcesses)
         self._pending: dict[int, PendingRecord] = {}
         self.clock = StepClock(run.mesh.device)
         """Entered around `train_step`."""
@@ -115,7 +114,7 @@ class Log:
         """Graphs compiled after the warm-up."""
         self.first_tokens = run.tokens
         """Tokens that the run had trained on before this process started."""
-        self.rates: list[Rates] = []
+        self.rates = list[Rates]()
         """The rates of every interval. The first includes the warm-up."""
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step and result of the last evaluation that this process recorded."""
@@ -127,7 +126,7 @@ class Log:
         self._metrics, self._events = Lines(run.folder / METRICS), Lines(run.folder / EVENTS)
         self.metrics_bytes = self._metrics.num_bytes
         """The size of metrics.jsonl up to the last training record: see `truncate_metrics`."""
-        self._refused: set[Path] = set()
+        self._refused = set[Path]()
         self.train_loss = last_loss(run.folder) if run.mesh.is_main else None
         """The loss in the last record. Other ranks know only the records of this process."""
 
@@ -201,8 +200,13 @@ class Log:
         """Append a line to events.jsonl and tell the observers."""
         if not self._run.mesh.is_main:
             return
-        line: JsonObject = {"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields}
-        event = {"event": kind, "time": time.time(), **line}
+        event: JsonObject = {
+            "event": kind,
+            "time": time.time(),
+            "step": self._run.step,
+            "wall_s": round(self.wall_s, 3),
+            **fields,
+        }
         self.num_alarms += kind == "alarm"
         self._events.append(event)
         self._tell_refusal(self._events)
@@ -279,9 +283,8 @@ class Log:
 
     def peak_gib(self) -> float | None:
         """Return the peak memory so far: the device's, or this process's on a CPU."""
-        none: dict[str, float] = {}
-        found = self._beside("memory", partial(memory_gib, self._run.mesh.device), none)
-        return found.get("mem/peak_gib")
+        found = self._beside("memory", partial(memory_gib, self._run.mesh.device))
+        return (found or {}).get("mem/peak_gib")
 
     def mfu(self, flops_per_s: float) -> float | None:
         """Return the model FLOPs utilisation at `flops_per_s`, causal-exact, over all ranks.
@@ -323,15 +326,12 @@ class Log:
             with self.clock.reading():
                 torch.cuda.synchronize(self._run.mesh.device)
 
-    def _collect_spans(self) -> None:
-        blocked_s, spans = self.clock.take()
-        self._interval.blocked_s += blocked_s
-        self._interval.spans += spans
-
     def _close_interval(self, result: StepResult) -> PendingRecord:
         """Start a new interval, and return the host's metrics of the previous one."""
-        self._collect_spans()
         run, interval = self._run, self._interval
+        blocked_s, spans = self.clock.take()
+        interval.blocked_s += blocked_s
+        interval.spans += spans
         interval.ended_s = time.perf_counter()
         self._interval = Interval(interval.ended_s)
         train_s = interval.train_s
@@ -344,16 +344,15 @@ class Log:
             "perf/samples_per_s": interval.samples / train_s,
             "perf/steps_per_s": interval.steps / train_s,
         }
-        none: dict[str, float] = {}
         mfu = self.mfu(rates.flops_per_s)
         if mfu is not None:
             figures["perf/mfu"] = mfu
         if run.mesh.is_main:
-            figures |= self._beside("memory", partial(memory_gib, run.mesh.device), none)
-            figures |= self._beside("the GPU's state", partial(gpu_figures, run.mesh.device), none)
+            figures |= self._beside("memory", partial(memory_gib, run.mesh.device)) or {}
+            figures |= self._beside("the GPU's state", partial(gpu_figures, run.mesh.device)) or {}
         if self._others and run.mesh.world_size == 1:  # ranks are other processes to each other
             others = partial(self._others.figures, run.machine.cores)
-            figures |= self._beside("the load of other processes", others, none)
+            figures |= self._beside("the load of other processes", others) or {}
         return PendingRecord(figures, interval)
 
     def _write_ready(self, *, flush: bool) -> None:
@@ -384,21 +383,20 @@ class Log:
         self._tell_refusal(self._metrics)
         for observer in self._observers:
             observer.on_record(record)
-        none: list[JsonObject] = []
-        for alarm in self._beside("alarms", partial(self._alarms.see, record), none):
+        for alarm in self._beside("alarms", partial(self._alarms.see, record)) or ():
             self.event(alarm.pop("event"), **alarm)
 
-    def _beside(self, what: str, measure: Callable[[], T], otherwise: T) -> T:
+    def _beside(self, what: str, measure: Callable[[], T]) -> T | None:
         """Return what a measurement beside training returns. A failure ends it, not the run."""
         if what in self._failed:
-            return otherwise
+            return None
         try:
             return measure()
         except Exception as error:
             self._failed.add(what)
             reason = f"{type(error).__name__}: {error}"
             self.progress.say(f"Training continues without measuring {what}: {reason}.")
-            return otherwise
+            return None
 
 
 def last_loss(run_folder: Path) -> float | None:

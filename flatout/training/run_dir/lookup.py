@@ -72,8 +72,7 @@ def is_run(path: str | Path | None) -> bool:
 
 def run_names() -> list[str]:
     """Return the names of the runs under `runs/`, the newest first."""
-    known = layout.list_runs(RUNS) if RUNS.is_dir() else []
-    return [str(path.relative_to(RUNS)) for path in reversed(known)]
+    return [str(path.relative_to(RUNS)) for path in reversed(layout.list_runs(RUNS))]
 
 
 def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Path:
@@ -84,8 +83,7 @@ def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Pat
     """
     if run is not None:
         return find_run(run)
-    known = layout.list_runs(RUNS) if RUNS.is_dir() else []
-    newest = next((path for path in reversed(known) if _has_checkpoint(path)), None)
+    newest = next(filter(_has_checkpoint, reversed(layout.list_runs(RUNS))), None)
     if newest is None:
         raise CheckpointError(
             f"No run under {RUNS}/ has a checkpoint.",

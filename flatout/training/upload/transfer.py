@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.config.sections import CheckpointConfig
@@ -83,7 +83,11 @@ def receive(url: str, folder: Path, progress: Progress) -> None:
             receive(f"{url}/{folders[0]}", folder, progress)
             return
         if CONFIG not in there:
-            raise _nothing_at(url, there)
+            inside = f" It has {shortened(sorted(there))}." if there else ""
+            raise DataError(
+                f"There is no whole directory at {url}: it has no {MANIFEST}.{inside}",
+                fix=f"Give the URL that `flatout push` printed{', of one of these' * bool(there)}.",
+            )
         if catalog.has_saved(folder) and _is_here(store, folder, progress):
             progress.say(f"{folder} has the newest checkpoint already. Nothing to do.")
             return
@@ -163,14 +167,6 @@ def _files_in(manifest: bytes, url: str, folder: Path) -> Sequence[FileEntry]:
         with parsing(f"{url}/{MANIFEST}"):
             return Listing.model_validate(document, strict=True).files
     return parse_manifest(manifest.decode(errors="replace"), f"{url}/{MANIFEST}").files
-
-
-def _nothing_at(url: str, names: Collection[str]) -> DataError:
-    inside = f" It has {shortened(sorted(names))}." if names else ""
-    return DataError(
-        f"There is no whole directory at {url}: it has no {MANIFEST}.{inside}",
-        fix=f"Give the URL that `flatout push` printed{', of one of these' * bool(names)}.",
-    )
 
 
 def _in_use(folder: Path) -> OutputInUse:
