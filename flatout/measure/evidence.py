@@ -462,6 +462,8 @@ class Evidence(Stored):
     """Steps in which the learning rate halves, if it falls by equal factors."""
     tiny_rates: float = 0.0
     """Share of the steps with a learning rate of next to nothing, compared with the highest one."""
+    ragged: Number = None
+    """Share of the tokens of a batch that are padding in rows of different lengths."""
     padded_targets: tuple[int, float] | None = None
     """The id of padding that the loss counts, and its share of the targets."""
     equal_units: str = ""
@@ -527,6 +529,15 @@ class Evidence(Stored):
     def unreached_words(self) -> str:
         """The names of weights without a gradient, in brackets."""
         return f" ({shortened(self.unreached_names, 3)})" if self.unreached_names else ""
+
+    @property
+    def evaluation_words(self) -> str:
+        """Which line takes most of the evaluations, if one does."""
+        line = self.site("evaluation")
+        takes_most = line and (line.seconds_per_step or 0.0) > HALF * (
+            self.evaluation_s or math.inf
+        )
+        return f", most of it at {line.describe()}" if line and takes_most else ""
 
     @property
     def rate_words(self) -> str:

@@ -504,7 +504,7 @@ class Follower:
             self.leave("evaluation")
         elif self._timer.current == BASE:
             self.enter("evaluation")
-            self._note_line("evaluation")
+            self._note_line("evaluating")
 
     def _note_line(self, kind: str) -> None:
         line = user_frame(sys._getframe(1))
@@ -612,7 +612,7 @@ class Follower:
             sites |= own.sites(1)
             update = moved(found, moved_s)
         sites |= self._hooks.saves.sites(sampled)
-        if 0 < self._lines.total("evaluation") < MIN_SAVES and found.evaluation_s:
+        if 0 < self._lines.total("evaluating") < MIN_SAVES and found.evaluation_s:
             note = "Too few evaluations were seen to tell what share of a longer run they take."
             update |= {"evaluation_s": None, "notes": (*found.notes, note)}
             update["step_s"] = found.step_s and found.step_s - found.evaluation_s

@@ -36,6 +36,8 @@ class Inputs:
         self.size = 0
         """Elements of the largest input of each pass of this step, added up."""
         self._padding: list[float] = []
+        self._ragged: list[float] = []
+        """Their shares of padding in all rows."""
         self._values: list[tuple[bool, bool]] = []
         """What `values_of` returned for the first passes."""
 
@@ -52,6 +54,8 @@ class Inputs:
         inputs = plain_in((args, kwargs))
         with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
             self._padding += padding_of(inputs)
+            every = (padding_id(one, len(one)) for one in inputs if one.dim() == 2 and one.numel())
+            self._ragged += [max((found[1] for found in every if found), default=0.0)]
             self._values += values_of(inputs)
 
     def found(self) -> dict[str, Any]:
@@ -60,6 +64,7 @@ class Inputs:
         return {
             "rows": self.rows,
             "padding": statistics.fmean(self._padding) if self._padding else None,
+            "ragged": statistics.fmean(self._ragged) if self._ragged else None,
             "constant_inputs": are_known and all(is_constant for is_constant, _ in self._values),
             "large_inputs": are_known and all(are_large for _, are_large in self._values),
         }

@@ -63,6 +63,10 @@ MOST_ATTRIBUTES = 100
 """An object with more is no record of a script."""
 MOST_CALLS = 50_000
 """Calls of a step that are noted. Each takes a few dozen microseconds."""
+DECOMPOSES = re.compile(
+    "svd|eig|qr|cholesky|lstsq|inv|solve|linalg_norm|matrix_norm|nuclear|lu_|det$"
+)
+"""Functions that decompose matrices."""
 OF_SUMS = re.compile("(Add|Sub|Mul|Div)Backward0")
 """The nodes of sums and of running averages."""
 SKIPPED = ("__get__", "backward")
@@ -206,6 +210,8 @@ class CallRecorder(TorchFunctionMode):
         if result is None:
             return
         self.found.add("op", line, 0.0)
+        if DECOMPOSES.search(name):
+            self.found.add("decomposition", line, seconds)
         uses_weights = any(isinstance(one, Parameter) for one in args)
         if phase == "forward" and (uses_weights or "dropout" in name):  # also that of the inputs
             self.trains.add(line)

@@ -47,6 +47,17 @@ INPUTS = [
         unless="same-batch",
     ),
     row(
+        "uneven-rows",
+        "Batches mix short and long rows, so that most of their tokens are padding.",
+        lambda e: e.share((e.ragged or 0.0) * e.work_s, 0.4),
+        "{share:.0%} of each step goes into padding: batches mix rows of very different lengths.",
+        "Put rows of similar length into a batch: sort them by length in groups of some dozen "
+        "batches, and shuffle the batches. Or pack several rows into one.",
+        site="padding",
+        shows="ragged",
+        unless="padding",
+    ),
+    row(
         "unscaled-inputs",
         "The model is given numbers that are far from 1, such as pixels up to 255.",
         lambda e: e.large_inputs and "warns",

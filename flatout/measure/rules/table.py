@@ -235,9 +235,10 @@ ROWS = [
         lambda e: e.share(
             sum(row.seconds for row in e.kernels or () if row.kind == "decomposition"), 0.1
         ),
-        "{share:.0%} of each step decomposes matrices (torch.linalg).",
+        "{share:.0%} of each step decomposes matrices (torch.linalg), as spectral norms do.",
         "If the largest singular value is enough, use power iteration, as torch.nn.utils."
         "parametrizations.spectral_norm does. Otherwise compute it every few steps.",
+        site="decomposition",
     ),
     row(
         "disk-space",
@@ -315,14 +316,14 @@ ROWS = [
         "frequent-evaluation",
         "Evaluations take a noticeable share of the run.",
         lambda e: e.share(e.evaluation_s, 0.2),
-        "Evaluations take {share:.0%} of the run.",
+        "Evaluations take {share:.0%} of the run{e.evaluation_words}.",
         lambda e, _: (
             e.evaluates_with_gradients
             and "Evaluate in torch.inference_mode(): its passes build graphs for nothing."
         ),
         rarer("Evaluate less often: {set}.", 0.05, "train.eval_every"),
         "Evaluate less often, or on less data.",
-        site="evaluation",
+        site="evaluating",
     ),
     row(
         "full-memory",

@@ -142,6 +142,7 @@ cpu:
   sorted-data: {only_classes: 4, site: rows}
   tight-clipping: {clipped_to: 1.0e-5, site: clipped}
   training-mode: {site: training-mode}
+  uneven-rows: {ragged: 0.6, site: padding}
   unscaled-inputs: {large_inputs: true, site: padding}
   unshifted-targets: {site: unshifted}
   unreached-weights: {unreached: 0.4, unreached_names: [encoder.weight], site: optimizer}
