@@ -460,6 +460,12 @@ class Evidence(Stored):
     """Largest share of the gradients' norm that clipping left in the early steps."""
     halved_after: Number = None
     """Steps in which the learning rate halves, if it falls by equal factors."""
+    undone: float = 0.0
+    """Share of the optimizer's updates that something takes back before the next one."""
+    rescaled: float = 1.0
+    """How many times as large as in the first steps the model's inputs are in late ones."""
+    started_anew: Number = None
+    """Share of the waits for data that are for workers which are started anew."""
     tiny_rates: float = 0.0
     """Share of the steps with a learning rate of next to nothing, compared with the highest one."""
     ragged: Number = None
@@ -538,6 +544,19 @@ class Evidence(Stored):
             self.evaluation_s or math.inf
         )
         return f", most of it at {line.describe()}" if line and takes_most else ""
+
+    @property
+    def wait_words(self) -> str:
+        """What most of the waiting for data is for, if it is for new workers."""
+        line = self.site("rows")
+        made = f" at {line.describe()}" if line else ""
+        anew = f", most of it for workers that are started anew{made}"
+        return anew if (self.started_anew or 0.0) > HALF else ""
+
+    @property
+    def grown_words(self) -> str:
+        """What grows in each step, if it is known."""
+        return f", and {self.grown} grows" if self.grown else ""
 
     @property
     def rate_words(self) -> str:

@@ -267,6 +267,25 @@ def test_reading_that_sleeps_is_told_from_reading_that_computes():
     assert asleep < share(sleeps=False) <= 1.05
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_waits_for_workers_that_are_started_anew_are_told_from_others(is_kept):
+    model, data = torch.nn.Linear(WIDTH, 1), torch.utils.data.TensorDataset(ROWS)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=16, num_workers=1, persistent_workers=is_kept
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loop = follower.Follower("script", at_exit=lambda: None, recorded_steps=0)
+    try:
+        for _ in range(4):
+            for (batch,) in loader:
+                model(batch).square().mean().backward()
+                optimizer.step()
+        share = loop.evidence().started_anew
+    finally:
+        loop.close()
+    assert share is None if is_kept else share > 0.5
+
+
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # older versions of torch
 def test_an_active_profiler_is_left_alone(watch):
     with torch.profiler.profile() as profiler:

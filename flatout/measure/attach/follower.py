@@ -672,7 +672,8 @@ class Follower:
             update["tracer"] = self._tracer
         with suppress(TypeError):  # it has no length
             update["dataset_rows"] = len(self._hooks.read[0]())
-        update |= self._inputs.found() | self._hooks.found()
+        last = plain_in(self._given[-1][1:]) if self._given else ()
+        update |= self._inputs.found(last) | self._hooks.found()
         update |= self._course.found()
         update |= wasted(self._early_gradients, self.model, self._learning.first)
         update |= self._learning.found(self.model)

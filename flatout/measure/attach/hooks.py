@@ -102,8 +102,19 @@ class Hooks:
         """A reference to the dataset, and the function that makes batches of its items."""
         self.waited_s = self.ran_s = 0.0
         """Seconds of waits for data, and those for which the loop's thread ran, by its clock."""
+        self._starts, self._started_s, self._is_starting = 0, 0.0, False
+        """Later iterators with new workers, and the waits for them and for their first batch."""
         self.batches = Batches()
         self._timer = timer
+
+    def _note_wait(self, source: Any, seconds: float) -> None:
+        """Note a wait for a batch, or for the iterator of a DataLoader, which starts workers."""
+        self.waited_s += seconds
+        starts = bool(self.workers and getattr(source, "num_workers", 0))
+        starts = starts and not source.persistent_workers
+        self._starts += starts
+        self._started_s += seconds * (starts or self._is_starting)
+        self._is_starting = starts
 
     def found(self) -> dict[str, Any]:
         """Return what was seen of the data, by the names in `Evidence`."""
@@ -112,6 +123,7 @@ class Hooks:
             "dataset": self.dataset,
             "pinned": self.pinned,
             "reads_ran": self.ran_s / self.waited_s if self.waited_s else None,
+            "started_anew": self._started_s / self.waited_s if self._starts else None,
             "same_rows": self.batches.rows,
         }
 
@@ -195,7 +207,7 @@ class Hooks:
                 with self._timer.phase(phase):
                     returned = plain(*args, **kwargs)
                 if phase == "data_wait":
-                    self.waited_s += time.perf_counter() - start_s
+                    self._note_wait(args[0], time.perf_counter() - start_s)
                     self.ran_s += time.thread_time() - cpu_s
                     guarded(self.batches.look)(returned)
                 return returned

@@ -36,6 +36,8 @@ class Inputs:
         self.size = 0
         """Elements of the largest input of each pass of this step, added up."""
         self._padding: list[float] = []
+        self._scales: list[float] = []
+        """The mean size of the numbers of their inputs."""
         self._ragged: list[float] = []
         """Their shares of padding in all rows."""
         self._values: list[tuple[bool, bool]] = []
@@ -52,22 +54,39 @@ class Inputs:
             return
         # operations on other classes of tensors may need all ranks
         inputs = plain_in((args, kwargs))
-        with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
+        with (
+            torch.no_grad(),
+            suppress(RuntimeError),
+        ):  # inside of vmap, and on the device meta, there are no values
             self._padding += padding_of(inputs)
-            every = (padding_id(one, len(one)) for one in inputs if one.dim() == 2 and one.numel())
+            tokens = [
+                one for one in inputs if one.dim() == 2 and one.numel() and one.dtype in WHOLE
+            ]
+            every = (padding_id(one, rows) for one in tokens for rows in one.shape)
             self._ragged += [max((found[1] for found in every if found), default=0.0)]
             self._values += values_of(inputs)
+            self._scales += [scale_of(inputs)]
 
-    def found(self) -> dict[str, Any]:
-        """Return what was seen, by the names in `Evidence`."""
+    def found(self, last: Sequence[Tensor] = ()) -> dict[str, Any]:
+        """Return what was seen, by the names in `Evidence`. `last`: the inputs of a late pass."""
+        with torch.no_grad():
+            first, late = statistics.fmean(self._scales or [0.0]), scale_of(last)
         are_known = len(self._values) >= LEAST_EQUAL
         return {
             "rows": self.rows,
             "padding": statistics.fmean(self._padding) if self._padding else None,
+            "rescaled": late / first if late and first else 1.0,
             "ragged": statistics.fmean(self._ragged) if self._ragged else None,
             "constant_inputs": are_known and all(is_constant for is_constant, _ in self._values),
             "large_inputs": are_known and all(are_large for _, are_large in self._values),
         }
+
+
+def scale_of(inputs: Sequence[Tensor]) -> float:
+    """Return the mean size of the numbers of some inputs. 0 where they are few, or no floats."""
+    dense = (one for one in inputs if one.layout is torch.strided)
+    floats = [one for one in dense if one.is_floating_point() and one.numel() >= MANY]
+    return max((float(one.float().abs().mean()) for one in floats), default=0.0)
 
 
 class Batches:

@@ -40,7 +40,7 @@ TENSORS, SOME = 8, 64
 """The largest tensors of an optimizer, and values of each, that are looked at."""
 
 
-NEVER: dict[str, Any] = {"without_gradients": 1.0, "uncleared": 0.0, "unmoved": None}
+NEVER: dict[str, Any] = {"without_gradients": 1.0, "uncleared": 0.0, "unmoved": None, "undone": 0.0}
 """What is known of an optimizer that finds no gradient at all."""
 
 
@@ -82,6 +82,11 @@ class _Looks:
     """Which values have had a gradient."""
     moved: list[Tensor] = field(default_factory=list)
     """Which of them have changed."""
+    after: list[Tensor] = field(default_factory=list)
+    """Values after the step before, and its `before`."""
+    earlier: list[Tensor] = field(default_factory=list)
+    undone: list[Tensor] = field(default_factory=list)
+    """For each step but the first, the part of its update that was taken back until the next."""
     rates: list[float] = field(default_factory=list)
     """The highest learning rate at each look."""
     shares: list[Tensor] = field(default_factory=list)
@@ -206,6 +211,9 @@ class Learning:
                     "watched_optimizer": type(optimizer).__name__,
                     "unreached": sum(map(Tensor.numel, lost)) / total,
                     "unreached_names": tuple(names[id(e)] for e in lost if id(e) in names),
+                    "undone": float(torch.stack(one.undone).median())
+                    if len(one.undone) >= LEAST and len(self._looks) == 1
+                    else 0.0,
                     "full_rows": float(torch.stack(one.full_rows).mean())
                     if one.full_rows and any(one.weights[0] is each.weight for each in tables)
                     else None,
@@ -214,7 +222,12 @@ class Learning:
             )
         worst = max(
             found,
-            key=lambda one: one["without_gradients"] + one["uncleared"] + (one["unmoved"] or 0.0),
+            key=lambda one: (
+                one["without_gradients"]
+                + one["uncleared"]
+                + one["undone"]
+                + (one["unmoved"] or 0.0)
+            ),
             default={},
         )
         seen = [one for one in self._looks.values() if not one.is_odd]
@@ -266,6 +279,12 @@ class Learning:
         is_kept = gradients and are_same and one.zeros and not one.is_cleared
         one.uncleared.append(~torch.stack(one.zeros).any() if is_kept else torch.tensor(False))
         one.before = [some_of(weights) for weights in one.weights]
+        if one.after:
+            latest, then, first = (
+                torch.cat(each).double() for each in (one.before, one.after, one.earlier)
+            )
+            update = then - first
+            one.undone.append(((then - latest) * update).sum() / update.square().sum())
         one.reached = one.reached or [
             torch.zeros_like(each, dtype=torch.bool) for each in one.before
         ]
@@ -290,6 +309,7 @@ class Learning:
                 changes.append((change * reached).abs().double().sum())
                 sizes.append((before * reached).abs().double().sum())
             one.shares.append(torch.stack(changes).sum() / torch.stack(sizes).sum())
+            one.after, one.earlier = [some_of(weights) for weights in one.weights], one.before
             one.before = []
         one.had = [weights.grad for weights in one.weights]
         one.backwards, one.is_cleared, one.zeros = 0, False, []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import re
 import statistics
@@ -358,10 +360,11 @@ class Graphs:
         """
         held, found = held_by(frame), list[tuple[bool, bool, int, str]]()
         for name, size in _sizes(held).items():
-            is_bounded = getattr(held[name], "maxlen", None) is not None
+            is_bounded = getattr(held.get(name), "maxlen", None) is not None
             grown = 0 if is_bounded else size - self._sizes.get(name, size)
             if grown >= len(self._marks) / 2 > EARLY_STEP:
-                kept = held[name].values() if isinstance(held[name], dict) else held[name]
+                each = held.get(name, ())  # a cache shows only its size
+                kept = each.values() if isinstance(each, dict) else each
                 has_tensors = any(isinstance(one, Tensor) for one in tree_leaves([*kept][-1:]))
                 found.append((name.endswith("_hooks"), has_tensors, grown, name))
         is_hooks, has_tensors, _, most = max(found, default=(False, False, 0, ""))
@@ -369,7 +372,14 @@ class Graphs:
 
 
 def _sizes(held: dict[str, Any]) -> dict[str, int]:
-    return {name: len(one) for name, one in held.items() if not isinstance(one, Tensor)}
+    """Return the lengths of containers, and those of the caches of user code's functions."""
+    found = {name: len(one) for name, one in held.items() if not isinstance(one, Tensor)}
+    for one in gc.get_objects():
+        if type(one) is functools._lru_cache_wrapper:
+            code = getattr(one.__wrapped__, "__code__", None)
+            if code is not None and is_user_code(code.co_filename):
+                found[f"the lru_cache of {one.__qualname__}"] = one.cache_info().currsize
+    return found
 
 
 def held_by(frame: FrameType | None) -> dict[str, Any]:

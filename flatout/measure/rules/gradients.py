@@ -216,6 +216,15 @@ GRADIENTS = [
         unless="cleared-gradients",
     ),
     row(
+        "undone-updates",
+        "Something takes back the updates of the optimizer.",
+        lambda e: e.undone > 0.8 and "spoils",
+        "{e.undone:.0%} of each update of {e.watched_optimizer} is taken back before the next one.",
+        "Look for what else writes the weights: a moving average in place of its copy, a "
+        "load_state_dict() or an initialisation in the loop.",
+        site="optimizer",
+    ),
+    row(
         "unlearned-weights",
         "Weights of the model never learn: no optimizer has them.",
         lambda e: e.unlearned and "spoils",

@@ -23,6 +23,16 @@ INPUTS = [
         site="padded-loss",
     ),
     row(
+        "rescaled-inputs",
+        "The same data is scaled again and again.",
+        lambda e: not 0.05 < e.rescaled < 20 and "spoils",
+        "The inputs of the model are {e.rescaled:.2g} times as large as in the first steps: the "
+        "same data is scaled again and again.",
+        "Write data = (data - mean) / std, and not data.sub_(mean).div_(std), where a dataset or a "
+        "cache keeps the data.",
+        site="padding",
+    ),
+    row(
         "same-randomness",
         "Each step sets the same random seed.",
         lambda e: e.site("seeded") and "spoils",

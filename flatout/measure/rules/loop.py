@@ -34,6 +34,7 @@ def slow_data(evidence: Evidence) -> Found | None:
     reads = (evidence.read_bytes_per_step or 0.0) >= MIN_DISK_BYTES
     is_disk = reads and (evidence.disk_stalled_s or 0.0) >= MIN_STALLED * wait_s
     ways = (
+        evidence.wait_words and "Keep them: DataLoader(persistent_workers=True).",
         is_disk and "Copy the data to a local disk, or to memory if it fits there.",
         evidence.dataset == "memory"
         and "Its rows are tensors in memory: index them with the indices of a whole batch, "
@@ -48,7 +49,8 @@ def slow_data(evidence: Evidence) -> Found | None:
         "Make __getitem__ and collate_fn cheaper, or prepare the data once, before training. A "
         "DataLoader that is made, or started, in each epoch needs persistent_workers=True.",
     )
-    what = f"{{share:.0%}} of each step waits for {'a disk' if is_disk else 'data'}."
+    what = f"{{share:.0%}} of each step waits for {'a disk' if is_disk else 'data'}"
+    what += "{e.wait_words}."
     return evidence.share(wait_s, SLOW), what, ways
 
 

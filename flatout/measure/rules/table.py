@@ -475,7 +475,7 @@ ROWS = [
             and e.optimizer != "LBFGS"
             and ("spoils" if e.grown_by == "tensors" else "warns")
         ),
-        "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return.",
+        "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return{e.grown_words}.",
         shorter,
         "Look for a list, a cache or an attribute that grows in the loop.",
         unless="growing-memory",

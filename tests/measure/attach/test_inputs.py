@@ -134,6 +134,20 @@ def test_padding_among_targets_is_what_fills_up_rows(targets, number):
     assert found == (None if number is None else (number, 1 - 60 / 128))
 
 
+@pytest.mark.parametrize("is_time_first", [False, True])
+def test_padding_in_rows_of_different_lengths_and_data_that_is_scaled_again_are_measured(
+    is_time_first,
+):
+    inputs, kept = Inputs(), torch.full((8, 16), 4.0)
+    tokens = padded([3, 40, 6, 64, 5, 20], width=64)
+    for _ in range(3):
+        inputs.look([kept.clone(), tokens.t() if is_time_first else tokens], {}, reads=True)
+    found = inputs.found([kept / 100])
+    assert found["ragged"] == pytest.approx(1 - 138 / 384)
+    assert found["rescaled"] == pytest.approx(0.01)
+    assert Inputs().found([kept])["rescaled"] == 1.0
+
+
 LABELS = torch.arange(2000) // 100
 BATCHES = {
     "sorted": (lambda step: LABELS[64 * step :][:64], 6),

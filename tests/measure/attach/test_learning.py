@@ -36,6 +36,11 @@ for micro in range(3):
 optimizer.step()
 net.zero_grad()
 """,
+    "projected": """
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+for weights in net.parameters():
+    weights.data.mul_(0.999)
+""",
     "clipped": """
 backward(loss_of(net))
 nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -118,6 +123,12 @@ backward(loss_of(net)); adam.step(); adam.zero_grad()
     "unreached-weights": """
 both = space.setdefault("both", torch.optim.SGD([*net.parameters(), *other.parameters()], lr=1e-2))
 backward(other(net(x).detach()).square().mean()); both.step(); both.zero_grad()
+""",
+    "undone-updates": """
+before = [weights.detach().clone() for weights in net.parameters()]
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+for weights, value in zip(net.parameters(), before):
+    weights.data.lerp_(value, 0.95)
 """,
     "repeated-steps": """
 backward(loss_of(net)); optimizer.step(); optimizer.step(); optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 
@@ -196,6 +197,20 @@ def test_what_is_bounded_or_keeps_rows_of_a_dataset_has_not_grown(weights):
         last.append(weights.detach())
         rows.cache[step] = weights.detach()
     assert graphs.grown(sys._getframe()) == ("", "")
+
+
+def test_a_cache_that_keeps_the_tensors_of_every_step_is_named(weights):
+    @functools.cache
+    def doubled(inputs):
+        return inputs * 2
+
+    graphs = Graphs()
+    for _ in range(12):
+        graphs.mark((weights @ weights).sum())
+        doubled(torch.ones(4))
+    name, _ = graphs.grown(sys._getframe())
+    assert name.startswith("the lru_cache of test_a_cache_that_keeps")
+    assert name.endswith("doubled")
 
 
 def test_a_container_that_stays_as_long_has_not_grown(weights):

@@ -138,6 +138,7 @@ cpu:
   vanished-rate: {tiny_rates: 0.9, site: step}
   constant-inputs: {constant_inputs: true, site: padding}
   repeated-steps: {bare_steps: 0.5, site: step}
+  rescaled-inputs: {rescaled: 300.0, site: padding}
   same-randomness: {site: seeded}
   sorted-data: {only_classes: 4, site: rows}
   tight-clipping: {clipped_to: 1.0e-5, site: clipped}
@@ -163,6 +164,7 @@ cpu:
   tiny-kernels: {tiny_ops: 3000.0, tiny_op_s: 0.06, site: op}
   too-little-memory: {estimated_gib: 57.0}
   unfused-attention: {kernels: [{kind: attention, seconds: 0.02}], site: softmax}
+  undone-updates: {undone: 0.99, site: optimizer}
   unlearned-weights: {wasted_gradients: 0.2, never_updated: [a, b, c, d]}
   unstable-training: {failure: {kind: diverged, message: It fails.}}
   wasted-gradients: {wasted_gradients: 0.5, site: backward}

@@ -94,7 +94,7 @@ NAMED = {
     "kept": ("growing-memory", None),
     "anomaly": ("anomaly-detection", "set_detect_anomaly(True)"),
     "padding": ("padding", "model(inputs)"),
-    "decomposition": ("decomposition", None),
+    "decomposition": ("decomposition", "linalg"),
     "teacher": ("wasted-gradients", "loss.backward()"),
     "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
