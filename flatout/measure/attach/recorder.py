@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import re
 import statistics
@@ -374,10 +373,14 @@ class Graphs:
 def _sizes(held: dict[str, Any]) -> dict[str, int]:
     """Return the lengths of containers, and those of the caches of user code's functions."""
     found = {name: len(one) for name, one in held.items() if not isinstance(one, Tensor)}
-    for one in gc.get_objects():
-        if type(one) is functools._lru_cache_wrapper:
-            code = getattr(one.__wrapped__, "__code__", None)
-            if code is not None and is_user_code(code.co_filename):
+    for module in [*sys.modules.values()]:
+        names = getattr(module, "__dict__", {})
+        if not is_user_code(str(names.get("__file__") or "<")):
+            continue
+        classes = (vars(one) for one in [*names.values()] if isinstance(one, type))
+        for each in (names, *classes):
+            caches = [one for one in each.values() if type(one) is functools._lru_cache_wrapper]
+            for one in caches:
                 found[f"the lru_cache of {one.__qualname__}"] = one.cache_info().currsize
     return found
 

@@ -9,12 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from flatout.errors import CheckpointError
-from flatout.models.families.files import (
-    open_tensors,
-    plain_name,
-    require_checksums,
-    weight_files,
-)
+from flatout.models.families.files import open_tensors, plain_name, weight_files
+from flatout.storage.files import require_checksums
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.arange(3).bfloat16()}
 
