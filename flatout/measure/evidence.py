@@ -568,7 +568,8 @@ class Evidence(Stored):
     def reads_asleep(self) -> bool:
         """Whether what reads the data mostly sleeps, as it does for a slow disk or a network."""
         ran = self.worker_cores if self.workers else self.reads_ran
-        is_quiet = (self.other_busy_cores or 0.0) <= BUSY_CORES  # else it may wait for a core
+        most = max(BUSY_CORES, (self.cores or 0) / 4) if self.workers else math.inf
+        is_quiet = (self.other_busy_cores or 0.0) <= most  # else workers may wait for a core
         return ran is not None and is_quiet and ran < HALF * (self.workers or 1)
 
     @property

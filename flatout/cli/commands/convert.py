@@ -31,7 +31,10 @@ from flatout.storage.files import Stored, expanded, write_text, writing
 from flatout.storage.json_io import JsonObject, Result
 from flatout.storage.recognised import import_it, recognise, require_recipe_path
 
-SECRET = re.compile(r"(?i)(hub|hf|api|auth|access)[_-]?token|api[_-]?key|password|secret")
+SECRET = re.compile(
+    r"(?i)(hub|hf|api|auth|access)[_-]?token|api[_-]?key|password|secret|authorization|cookie"
+    r"|bearer |://[^/\s]*:[^/\s]*@|(^|[.{' ])token'?[=:]"
+)
 """In a key or its value, which may be a section: the value is not repeated."""
 Outcome = Literal["mapped", "by_hand", "missing", "unknown", "unnecessary"]
 HEADINGS: dict[Outcome, str] = {
@@ -184,7 +187,7 @@ def _leaves(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]
 def _described(key: str, value: Any = None) -> Item:
     """Return what a key is in flatout, whatever its value is."""
     word = word_for(key)
-    shown = "(hidden)" if value and SECRET.search(f"{key} {value}") else value
+    shown = "(hidden)" if value and SECRET.search(f"{key}={value}") else value
     if word is None:
         return Item(key=key, value=shown, outcome="unknown", note="flatout does not know it.")
     counterpart = word.key or (f"prepare {word.option}" if word.option else "")

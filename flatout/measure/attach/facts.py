@@ -70,11 +70,13 @@ def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
     }
 
 
-def model_facts(model: nn.Module) -> dict[str, Any]:
+def model_facts(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """Return what changes of a model depend on, by the names in `Evidence`."""
     modules = [*model.modules()]
     largest = max(model.parameters(), key=Tensor.numel, default=torch.empty(0))
-    units = (one for one in model.named_parameters() if one[1].requires_grad and one[1].dim() > 1)
+    groups = () if optimizer is None else optimizer.param_groups
+    learning = {id(one) for group in groups if group.get("lr") for one in group["params"]}
+    units = (one for one in model.named_parameters() if id(one[1]) in learning and one[1].dim() > 1)
     return {
         "dtype": str(largest.dtype).removeprefix("torch."),
         "equal_units": next((name for name, weights in units if are_equal(weights)), ""),

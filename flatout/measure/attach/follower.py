@@ -655,7 +655,8 @@ class Follower:
         if self._optimizers.has_others or not matters:  # a pass makes data for another model
             by_line.pop("training-mode", None)
         sites |= by_line
-        update |= {} if self.model is None else model_facts(self.model)
+        optimizer = self._optimizers.optimizer
+        update |= {} if self.model is None else model_facts(self.model, optimizer)
         update |= {
             "calls": tuple({one.kind for one in calls}),
             "autocast": self._in_autocast,
@@ -672,10 +673,10 @@ class Follower:
             update["tracer"] = self._tracer
         with suppress(TypeError):  # it has no length
             update["dataset_rows"] = len(self._hooks.read[0]())
-        last = plain_in(self._given[-1][1:]) if self._given else ()
-        update |= self._inputs.found(last) | self._hooks.found()
+        late, worked = [plain_in(one[1:]) for one in self._given], recorder.rows if recorder else 0
+        update |= self._inputs.found(late, worked) | self._hooks.found()
         update |= self._course.found()
         update |= wasted(self._early_gradients, self.model, self._learning.first)
         update |= self._learning.found(self.model)
-        update |= optimizer_facts(self._optimizers.optimizer)
+        update |= optimizer_facts(optimizer)
         return found.model_copy(update=update | {"sites": {**found.sites, **sites}})

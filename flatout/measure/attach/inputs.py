@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ LEAST_EQUAL = 5
 """Batches that must equal the first one."""
 MUCH = 0.25
 """Share of the targets from which padding among them counts."""
+EVEN = 3
+"""How many times as large as others the numbers of some of the first inputs may be."""
 MANY, LARGE, SPREAD = 64, 100, 20
 """Fewest values of an input that tell something, a large one, and the deviation of large ones."""
 
@@ -36,6 +39,8 @@ class Inputs:
         self.size = 0
         """Elements of the largest input of each pass of this step, added up."""
         self._padding: list[float] = []
+        self._tokens = 0
+        """The tokens of the largest of them, padding included."""
         self._scales: list[float] = []
         """The mean size of the numbers of their inputs."""
         self._ragged: list[float] = []
@@ -54,29 +59,42 @@ class Inputs:
             return
         # operations on other classes of tensors may need all ranks
         inputs = plain_in((args, kwargs))
-        with (
-            torch.no_grad(),
-            suppress(RuntimeError),
-        ):  # inside of vmap, and on the device meta, there are no values
+        # inside of vmap, and on the device meta, there are no values
+        with torch.no_grad(), suppress(RuntimeError):
             self._padding += padding_of(inputs)
             tokens = [
                 one for one in inputs if one.dim() == 2 and one.numel() and one.dtype in WHOLE
             ]
+            self._tokens = max(self._tokens, *map(Tensor.numel, tokens), 0)
             every = (padding_id(one, rows) for one in tokens for rows in one.shape)
             self._ragged += [max((found[1] for found in every if found), default=0.0)]
             self._values += values_of(inputs)
             self._scales += [scale_of(inputs)]
 
-    def found(self, last: Sequence[Tensor] = ()) -> dict[str, Any]:
-        """Return what was seen, by the names in `Evidence`. `last`: the inputs of a late pass."""
+    def found(self, late: Sequence[Sequence[Tensor]] = (), worked: int = 0) -> dict[str, Any]:
+        """Return what was seen, by the names in `Evidence`.
+
+        `late`: the inputs of late passes. `worked`: most rows of the results of a layer; with
+        fewer than there are tokens, padding is left out of the work.
+        """
         with torch.no_grad():
-            first, late = statistics.fmean(self._scales or [0.0]), scale_of(last)
+            first = statistics.fmean(self._scales or [0.0])
+            scales = [scale_of(one) / (first or 1.0) for one in late]
+        is_even = first and min(self._scales) > max(self._scales) / EVEN
+        is_one_way = is_even and len(scales) > 1 and min(scales) > 0
+        is_one_way = is_one_way and (min(scales) > 1 or max(scales) < 1)
+
+        def padded(shares: list[float]) -> float | None:
+            share = statistics.fmean(shares) if shares else None
+            is_left_out = share and worked and worked < (1 - share / 2) * self._tokens
+            return None if is_left_out else share
+
         are_known = len(self._values) >= LEAST_EQUAL
         return {
             "rows": self.rows,
-            "padding": statistics.fmean(self._padding) if self._padding else None,
-            "rescaled": late / first if late and first else 1.0,
-            "ragged": statistics.fmean(self._ragged) if self._ragged else None,
+            "padding": padded(self._padding),
+            "rescaled": min(scales, key=lambda one: abs(math.log(one))) if is_one_way else 1.0,
+            "ragged": padded(self._ragged),
             "constant_inputs": are_known and all(is_constant for is_constant, _ in self._values),
             "large_inputs": are_known and all(are_large for _, are_large in self._values),
         }

@@ -284,7 +284,9 @@ class Learning:
                 torch.cat(each).double() for each in (one.before, one.after, one.earlier)
             )
             update = then - first
-            one.undone.append(((then - latest) * update).sum() / update.square().sum())
+            is_masked = ((latest == first) & (update != 0)).any()  # some values are not to learn
+            share = ((then - latest) * update).sum() / update.square().sum()
+            one.undone.append(share * ~is_masked)
         one.reached = one.reached or [
             torch.zeros_like(each, dtype=torch.bool) for each in one.before
         ]

@@ -38,7 +38,7 @@ from flatout.measure.attach.lines import (
 )
 from flatout.measure.attach.origin import LINE, Origin
 from flatout.measure.attach.sites import seen_in
-from flatout.measure.attach.work import Work
+from flatout.measure.attach.work import SEQUENCES, Work
 
 KEY = "flatout"
 """Key of a step's mark in the metadata of its graph."""
@@ -113,7 +113,9 @@ class CallRecorder(TorchFunctionMode):
         """Those that were used before, and whether an optimizer has them."""
         self._fresh: list[tuple[weakref.ref[Parameter], Line]] = []
         """Those that were not used before this step, and where."""
-        self._steps = self._calls = 0
+        self._steps = self._calls = self.rows = 0
+        """Its last: most rows of the results of weights in a pass."""
+        self._rows = Counter[int]()
         self.is_cut = False
         """Whether a step had too many calls. Then nothing is known of what they do to others."""
         self._hook = register_optimizer_step_pre_hook(guarded(self._note_update))
@@ -155,6 +157,7 @@ class CallRecorder(TorchFunctionMode):
                 reached.add(node)
                 nodes += [each for each, _ in node.next_functions]
         self.trains |= {line for node, line, *_ in self._open if node in reached}
+        self._rows.clear()
         lines = [*user_lines(stack_of(sys._getframe(1)))]
         line = lines[0] if lines else None
         if self.work is not None:
@@ -206,6 +209,11 @@ class CallRecorder(TorchFunctionMode):
         line = user_frame(sys._getframe(1))
         if line is None:
             return
+        given = tree_leaves(args) if SEQUENCES.fullmatch(name) else args
+        weights = next((one for one in given if isinstance(one, Parameter)), None)
+        if weights is not None and result is not None and result.dim() and "embed" not in name:
+            self._rows[id(weights)] += result.numel() // (result.shape[-1] or 1)
+            self.rows = max(self.rows, self._rows[id(weights)])
         if self.work is not None:
             self.work.note(func, args, kwargs, returned, line, seconds)
         if result is None:
@@ -282,10 +290,12 @@ class CallRecorder(TorchFunctionMode):
 
     def _note_padding(self, targets: Tensor, kwargs: Any, line: Line) -> None:
         """Note the padding that a mean loss counts among its targets, if it has several per row."""
-        sizes = {size for one in self.inputs for size in one.shape[:2] if 1 < size < len(targets)}
+        tokens = [one for one in self.inputs if one.dim() == 2 and not one.is_floating_point()]
+        is_padded = any(padding_id(one, rows) for one in tokens for rows in one.shape)
+        sizes = {size for one in tokens for size in one.shape if 1 < size < len(targets)}
         every = (padding_id(targets, rows) for rows in sizes | {len(targets)})
-        found = next(filter(None, every), None)
-        weight, is_mean = kwargs.get("weight"), kwargs.get("reduction") != "none"
+        found = next(filter(None, every), None) if is_padded else None
+        weight, is_mean = kwargs.get("weight"), kwargs.get("reduction", "mean") == "mean"
         ignored = (kwargs.get("ignore_index"), -100)
         if found and (found[0] in ignored or not (weight is None or weight[found[0]])):
             found = None

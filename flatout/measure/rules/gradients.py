@@ -76,6 +76,7 @@ GRADIENTS = [
         "as a single one.",
         "Initialise it with random numbers, such as those of nn.init.xavier_uniform_().",
         site="optimizer",
+        unless="unmoved-weights tiny-updates",
     ),
     row(
         "evaluation-mode",

@@ -19,7 +19,11 @@ INPUTS = [
         lambda e: e.padded_targets and "spoils",
         "{e.padded_targets[1]:.0%} of the targets of the loss are padding, of the id "
         "{e.padded_targets[0]}, which the model learns to predict.",
-        lambda e, _: e.padded_targets and f"Give the loss ignore_index={e.padded_targets[0]}.",
+        lambda e, _: (
+            e.padded_targets
+            and f"Give the loss ignore_index={e.padded_targets[0]}. If this id also ends texts, "
+            "set the targets behind each end to -100 instead."
+        ),
         site="padded-loss",
     ),
     row(

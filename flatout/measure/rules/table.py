@@ -432,7 +432,7 @@ ROWS = [
     row(
         "many-workers",
         "The DataLoader has many more processes than there are cores.",
-        lambda e: (e.workers or 0) > 2 * (e.cores or math.inf) and "warns",
+        lambda e: (e.workers or 0) > 2 * (e.cores or math.inf) and not e.reads_asleep and "warns",
         "The DataLoader has {e.workers} processes on {e.cores} cores: they take turns with the "
         "training.",
         lambda e, _: (

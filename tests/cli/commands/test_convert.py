@@ -275,6 +275,9 @@ def test_compile_of_deepspeed_needs_nothing(tmp_path, value, note):
         {"plugins": [{"name": "a", "auth-token": "xyz"}]},
         {"WANDB_API_KEY": "xyz"},
         {"hf_token": "xyz"},
+        {"hub": {"token": "xyz"}},
+        {"headers": {"cookie": "xyz"}, "dataset_url": "https://me:xyz@host/data"},
+        {"authorization": "Bearer xyz"},
     ],
     ids=str,
 )

@@ -142,10 +142,12 @@ def test_padding_in_rows_of_different_lengths_and_data_that_is_scaled_again_are_
     tokens = padded([3, 40, 6, 64, 5, 20], width=64)
     for _ in range(3):
         inputs.look([kept.clone(), tokens.t() if is_time_first else tokens], {}, reads=True)
-    found = inputs.found([kept / 100])
+    found = inputs.found([[kept / 100], [kept / 90]])
     assert found["ragged"] == pytest.approx(1 - 138 / 384)
-    assert found["rescaled"] == pytest.approx(0.01)
-    assert Inputs().found([kept])["rescaled"] == 1.0
+    assert found["rescaled"] == pytest.approx(1 / 90)
+    assert inputs.found([[kept / 100], [kept * 90]])["rescaled"] == 1.0, "both ways"
+    assert inputs.found([[kept], [kept]], worked=6)["ragged"] is None, "padding is left out"
+    assert Inputs().found([[kept], [kept]])["rescaled"] == 1.0
 
 
 LABELS = torch.arange(2000) // 100

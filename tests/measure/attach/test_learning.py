@@ -41,6 +41,12 @@ backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
 for weights in net.parameters():
     weights.data.mul_(0.999)
 """,
+    "masked": """
+before = [weights.detach().clone() for weights in net.parameters()]
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+for weights, value in zip(net.parameters(), before):
+    weights.data.flatten()[4:].copy_(value.flatten()[4:])
+""",
     "clipped": """
 backward(loss_of(net))
 nn.utils.clip_grad_norm_(net.parameters(), 0.1)
