@@ -81,11 +81,14 @@ def rows_of(dataset: Any) -> str | None:
     return "memory" if isinstance(dataset, TensorDataset) else None
 
 
-def queued_s() -> float:
-    """Return the seconds for which this thread has waited for a core. 0: nobody says."""
+def moment() -> tuple[float, float]:
+    """Return the seconds of a clock that stops while this thread waits for a core, if the system
+    tells, and those for which it has run.
+    """
+    queued_s = 0.0
     with suppress(OSError, IndexError, ValueError), open("/proc/thread-self/schedstat") as file:
-        return 1e-9 * int(file.read().split()[1])
-    return 0.0
+        queued_s = 1e-9 * int(file.read().split()[1])
+    return time.perf_counter() - queued_s, time.thread_time()
 
 
 class Hooks:
@@ -114,9 +117,11 @@ class Hooks:
         self.batches = Batches()
         self._timer = timer
 
-    def _note_wait(self, source: Any, seconds: float) -> None:
+    def _note_wait(self, source: Any, before: tuple[float, float]) -> None:
         """Note a wait for a batch, or for the iterator of a DataLoader, which starts workers."""
+        seconds, ran_s = (b - a for a, b in zip(before, moment(), strict=True))
         self.waited_s += seconds
+        self.ran_s += ran_s
         starts = bool(self.workers and getattr(source, "num_workers", 0))
         starts = starts and not source.persistent_workers
         self._starts += starts
@@ -209,14 +214,12 @@ class Hooks:
             if not self.starts(phase):
                 return plain(*args, **kwargs)
             before_s = self._timer.seconds[phase]
-            start_s, cpu_s, queued = time.perf_counter(), time.thread_time(), queued_s()
+            before = moment() if phase == "data_wait" else (0.0, 0.0)
             try:
                 with self._timer.phase(phase):
                     returned = plain(*args, **kwargs)
                 if phase == "data_wait":
-                    queued = queued_s() - queued
-                    self._note_wait(args[0], time.perf_counter() - start_s - queued)
-                    self.ran_s += time.thread_time() - cpu_s
+                    guarded(self._note_wait)(args[0], before)
                     guarded(self.batches.look)(returned)
                 return returned
             finally:

@@ -83,8 +83,9 @@ class _Looks:
     moved: list[Tensor] = field(default_factory=list)
     """Which of them have changed."""
     after: list[Tensor] = field(default_factory=list)
-    """Values after the step before, and its `before`."""
+    """Values after the step before."""
     earlier: list[Tensor] = field(default_factory=list)
+    """Values before that step."""
     undone: list[Tensor] = field(default_factory=list)
     """For each step but the first, the part of its update that was taken back until the next."""
     rates: list[float] = field(default_factory=list)
@@ -285,7 +286,7 @@ class Learning:
             )
             update = then - first
             is_masked = ((latest == first) & (update != 0)).any()  # some values are not to learn
-            share = ((then - latest) * update).sum() / update.square().sum()
+            share = ((then - latest) * update).sum() / update.square().sum().clamp_min(1e-300)
             one.undone.append(share * ~is_masked)
         one.reached = one.reached or [
             torch.zeros_like(each, dtype=torch.bool) for each in one.before

@@ -65,7 +65,8 @@ MOST_ATTRIBUTES = 100
 MOST_CALLS = 50_000
 """Calls of a step that are noted. Each takes a few dozen microseconds."""
 DECOMPOSES = re.compile(
-    "svd|eig|qr|cholesky|lstsq|inv|solve|linalg_norm|matrix_norm|nuclear|lu_|det$"
+    "linalg_(norm|cond|matrix)|"
+    "(linalg_)?(svd|eig|qr$|cholesky|lstsq|p?inv(erse|_ex)?$|solve|lu(_|$)|(slog|log)?det$)"
 )
 """Functions that decompose matrices."""
 OF_SUMS = re.compile("(Add|Sub|Mul|Div)Backward0")
@@ -113,9 +114,11 @@ class CallRecorder(TorchFunctionMode):
         """Those that were used before, and whether an optimizer has them."""
         self._fresh: list[tuple[weakref.ref[Parameter], Line]] = []
         """Those that were not used before this step, and where."""
-        self._steps = self._calls = self.rows = 0
-        """Its last: most rows of the results of weights in a pass."""
+        self._steps = self._calls = 0
+        self.rows = 0
+        """Most rows of the results of any weights in a pass."""
         self._rows = Counter[int]()
+        """Those of the pass so far, by the identity of the weights."""
         self.is_cut = False
         """Whether a step had too many calls. Then nothing is known of what they do to others."""
         self._hook = register_optimizer_step_pre_hook(guarded(self._note_update))
@@ -219,7 +222,7 @@ class CallRecorder(TorchFunctionMode):
         if result is None:
             return
         self.found.add("op", line, 0.0)
-        if DECOMPOSES.search(name):
+        if DECOMPOSES.match(name):
             self.found.add("decomposition", line, seconds)
         uses_weights = any(isinstance(one, Parameter) for one in args)
         if phase == "forward" and (uses_weights or "dropout" in name):  # also that of the inputs

@@ -14,6 +14,7 @@ from flatout.measure.attach import recorder as module
 from flatout.measure.attach.facts import moved
 from flatout.measure.attach.lines import LineTotals, user_frame
 from flatout.measure.attach.recorder import (
+    DECOMPOSES,
     CallRecorder,
     Graphs,
     keeper_of_graphs,
@@ -362,3 +363,18 @@ def test_probabilities_where_a_loss_takes_logits_are_found(loss, is_found, tmp_p
     assert set(recorder.found.counts["normalised"]) == ({(str(path), 2)} if is_found else set())
     is_rounded = "binary_cross_entropy(" in loss
     assert bool(recorder.found.counts["rounded"]) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("name", "decomposes"),
+    [
+        *(
+            (name, True)
+            for name in ("linalg_svdvals", "svd", "linalg_norm", "linalg_inv", "pinverse")
+        ),
+        *((name, True) for name in ("linalg_eigh", "qr", "linalg_lu_solve", "slogdet", "cholesky")),
+        *((name, False) for name in ("sqrt", "rsqrt", "weight_norm", "detach", "norm", "invert_")),
+    ],
+)
+def test_functions_that_decompose_are_told_from_others_with_such_letters(name, decomposes):
+    assert bool(DECOMPOSES.match(name)) is decomposes

@@ -277,7 +277,12 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", ASLEEP | {"data_wait_s": 0.07}, "slow-data s 70%", "num_workers=3,"),
         ("cpu", ASLEEP | {"workers": 2, "worker_cores": 0.2}, "slow-data s", "num_workers=3,"),
         ("cpu", ASLEEP | {"workers": 2, "worker_cores": 1.9}, "slow-data s", "__getitem__"),
-        ("cpu", {"config": None, "workers": 8, "cores": 2, "threads": 2, "worker_cores": 0.5}, "", ""),
+        (
+            "cpu",
+            {"config": None, "workers": 8, "cores": 2, "threads": 2, "worker_cores": 0.5},
+            "",
+            "",
+        ),
         ("cpu", SLOW_DATA | {"dataset": "memory"}, "slow-data s", "rows[indices], with num_w"),
         ("cpu", SLOW_DATA | {"dataset": "iterable"}, "slow-data s", "get_worker_info"),
         ("cpu", SLOW_DATA | {"shared_gib": 1 / 16}, "slow-data s", "--shm-size"),
