@@ -25,27 +25,38 @@ def predicted(inputs: Sequence[Tensor], targets: Tensor) -> int | None:
 
     Shapes: inputs of any shape, those of tokens (B, T); targets with B * T or B * (T - 1) elements.
     """
-    found = dict[int, float]()
-    for number, tokens in enumerate(inputs):
-        if tokens.dim() != 2 or tokens.dtype != targets.dtype or tokens.shape[1] < LEAST:
-            continue
-        later, given = tokens[:, 1:], targets.reshape(-1)
-        if given.numel() == tokens.numel():
-            given = given.view_as(tokens)[:, :-1].reshape(-1)
-        if given.numel() != later.numel():
-            continue
-        is_known = given >= 0  # negative ones are ignored
-        if not is_known.any():
-            continue
-        next_, own = (
-            float((given == one.reshape(-1))[is_known].double().mean())
-            for one in (later, tokens[:, :-1])
-        )
-        if next_ > max(MOSTLY, own + CLEARLY):  # rows of equal tokens tell nothing
-            found[number] = next_
-    best = max(found.values(), default=0.0)
-    at = [number for number, share in found.items() if share == best]
-    return at[0] if len(at) == 1 else None
+    shares = [_follow(tokens, targets, 1) for tokens in inputs]
+    best = max(shares, default=0.0)
+    return shares.index(best) if best and shares.count(best) == 1 else None
+
+
+def laid_out(inputs: Sequence[Tensor], targets: Tensor) -> set[tuple[int, ...]]:
+    """Return the shapes that targets had which are next tokens, before they were flattened.
+
+    Shapes: inputs of any shape, those of tokens (B, T) or (T, B).
+    """
+    found = set()
+    for tokens, dim in product(inputs, (0, 1)):
+        if _follow(tokens, targets, dim):
+            shape = [*tokens.shape]
+            shape[dim] -= targets.numel() != tokens.numel()
+            found.add(tuple(shape))
+    return found
+
+
+def _follow(tokens: Tensor, targets: Tensor, dim: int) -> float:
+    """Return the share of the targets that are the next tokens along a dimension. 0: too few."""
+    if tokens.dim() != 2 or tokens.dtype != targets.dtype or tokens.shape[dim] < LEAST:
+        return 0.0
+    most, given = tokens.shape[dim] - 1, targets.reshape(-1)
+    later, earlier = (tokens.narrow(dim, first, most).reshape(-1) for first in (1, 0))
+    if given.numel() == tokens.numel():
+        given = given.view_as(tokens).narrow(dim, 0, most).reshape(-1)
+    is_known = given >= 0  # negative ones are ignored
+    if given.numel() != later.numel() or not is_known.any():
+        return 0.0
+    share, own = (float((given == one)[is_known].double().mean()) for one in (later, earlier))
+    return share if share > max(MOSTLY, own + CLEARLY) else 0.0  # equal tokens tell nothing
 
 
 def are_own(inputs: Sequence[Tensor], targets: Tensor) -> bool:

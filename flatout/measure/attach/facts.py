@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import torch
@@ -126,6 +127,22 @@ def mode_matters(model: nn.Module) -> bool:
         for module in model.modules()
         if hasattr(type(module).forward, "__code__")
     )
+
+
+def called_by(frame: FrameType | None) -> tuple[nn.Module, tuple[Any, ...]] | None:
+    """Return the outermost module whose `forward` calls this frame, and its arguments.
+
+    Where the caller is no call of a module: then the script calls `forward` itself.
+    """
+    found = None
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            owner, *given = [frame.f_locals.get(name) for name in names] or [None]
+            if isinstance(owner, nn.Module) and any(isinstance(one, Tensor) for one in given):
+                found = owner, tuple(given)
+        frame = frame.f_back
+    return found
 
 
 def device_of(model: torch.nn.Module | None) -> str:

@@ -32,6 +32,7 @@ from flatout.hardware.machine import GIB, probe
 from flatout.measure.attach.causality import looks_ahead, mixes_rows
 from flatout.measure.attach.facts import (
     Rates,
+    called_by,
     device_of,
     mode_matters,
     model_facts,
@@ -151,7 +152,7 @@ class Follower:
         went backward: then they all belong to training."""
         self._steps_in_evaluation_mode = self._rollouts = self._evaluations_with_gradients = 0
         self._parameters = 0
-        self._inputs = Inputs()
+        self._inputs, self._owners = Inputs(), set[type[nn.Module]]()
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
         self._early_gradients: dict[int, tuple[int, float | None]] = {}
@@ -386,6 +387,12 @@ class Follower:
             return None
         if self.stages is not None and self._timer.current in DATA:
             return None
+        if (owner := called_by(sys._getframe(1))) is not None:
+            module, args, kwargs = *owner, {}
+            if type(module) not in self._owners:  # whose calls have no hook so far
+                self._owners.add(type(module))
+                ours = partial(observing, self._before_call)
+                self._installed.enter_context(replaced(type(module), "forward", ours))
         self._is_inside = True
         is_forward = False
 
@@ -535,7 +542,12 @@ class Follower:
             return partial(self.leave, "communication")
         self.leave("evaluation")
         self.enter("backward")
-        return partial(self.leave, "backward")
+        return partial(self._after_backward, adds)
+
+    def _after_backward(self, adds: bool) -> None:
+        self.leave("backward")
+        if adds:
+            self._learning.after_backward()
 
     def _on_gradient(self, _: Tensor) -> None:
         """Start waiting for other ranks when the rest of a backward pass is done.

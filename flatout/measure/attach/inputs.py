@@ -24,8 +24,10 @@ LEAST_EQUAL = 5
 """Batches that must equal the first one."""
 MUCH = 0.25
 """Share of the targets from which padding among them counts."""
-EVEN = 3
-"""How many times as large as others the numbers of some of the first inputs may be."""
+EVEN, FAR = 3, 5
+"""How many times as large as others the numbers of some of the first inputs may be, and how many
+times as large as all of those that are far from them.
+"""
 MANY, LARGE, SPREAD = 64, 100, 20
 """Fewest values of an input that tell something, a large one, and the deviation of large ones."""
 
@@ -81,8 +83,9 @@ class Inputs:
             first = statistics.fmean(self._scales or [0.0])
             scales = [scale_of(one) / (first or 1.0) for one in late]
         is_even = first and min(self._scales) > max(self._scales) / EVEN
-        is_one_way = is_even and len(scales) > 1 and min(scales) > 0
-        is_one_way = is_one_way and (min(scales) > 1 or max(scales) < 1)
+        is_one_way = len(scales) > 1 and min(scales) > 0 and (min(scales) > 1 or max(scales) < 1)
+        least = max(self._scales, default=0.0) * FAR  # beyond all that there was at first
+        is_one_way = is_one_way and (is_even or min(scales, default=0.0) * first > least)
 
         def padded(shares: list[float]) -> float | None:
             share = statistics.fmean(shares) if shares else None

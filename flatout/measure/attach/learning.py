@@ -36,6 +36,10 @@ the first steps may warm up.
 """
 MOST_STEPS = 100
 """Steps of all optimizers after which nothing is looked at any more."""
+LATE, LEAST_LATE = (12, 14, 16, 40, 80), 3
+"""Steps of an optimizer after which it is looked again whether the update is taken back, and
+fewest of them that tell something.
+"""
 TENSORS, SOME = 8, 64
 """The largest tensors of an optimizer, and values of each, that are looked at."""
 
@@ -65,7 +69,9 @@ class _Looks:
     is_cleared: bool = False
     """Whether there was no gradient at one of the passes since then."""
     zeros: list[Tensor] = field(default_factory=list)
-    """For each of those passes, whether all gradients were zero."""
+    """For each of those passes, whether all gradients were zero before it."""
+    left: list[Tensor] = field(default_factory=list)
+    """For each, whether they were zero after it: as they are, nobody has cleared them."""
     empty: int = 0
     """Of the first LOOKS steps, those without any gradient."""
     given: set[int] = field(default_factory=set)
@@ -88,6 +94,8 @@ class _Looks:
     """Values before that step."""
     undone: list[Tensor] = field(default_factory=list)
     """For each step but the first, the part of its update that was taken back until the next."""
+    late: list[Tensor] = field(default_factory=list)
+    """The same of the steps in LATE: an average of weights may begin after some steps."""
     rates: list[float] = field(default_factory=list)
     """The highest learning rate at each look."""
     shares: list[Tensor] = field(default_factory=list)
@@ -131,8 +139,10 @@ class Learning:
         """Note what gradients there are. `asked`: what autograd returns the gradients of instead of
         adding to them.
         """
-        looks = [one for one in self._looks.values() if not one.is_done]
-        if self._steps > MOST_STEPS or (self._looks and not looks):
+        every = [*self._looks.values()]
+        looks = [one for one in every if not one.is_done]
+        are_over = [one.is_done and (one.is_odd or one.steps > LATE[-1]) for one in every]
+        if self._steps > MOST_STEPS or (every and all(are_over)):
             self.close()  # not in a hook: torch goes through them
         if not self._removes:
             return
@@ -146,6 +156,12 @@ class Learning:
                 one.is_cleared = not gradients
                 if gradients:
                     one.zeros.append(are_zero(gradients))
+
+    def after_backward(self) -> None:
+        """Note what gradients a backward pass leaves."""
+        for one in self._looks.values() if self._removes else ():
+            gradients = [] if one.is_done else _gradients(one.weights)
+            one.left += [are_zero(gradients)] if gradients else []
 
     @property
     def unclipped(self) -> Line | None:
@@ -212,9 +228,12 @@ class Learning:
                     "watched_optimizer": type(optimizer).__name__,
                     "unreached": sum(map(Tensor.numel, lost)) / total,
                     "unreached_names": tuple(names[id(e)] for e in lost if id(e) in names),
-                    "undone": float(torch.stack(one.undone).median())
-                    if len(one.undone) >= LEAST and len(self._looks) == 1
-                    else 0.0,
+                    "undone": max(
+                        float(torch.stack(seen).median())
+                        if len(seen) >= least and len(self._looks) == 1
+                        else 0.0
+                        for seen, least in ((one.undone, LEAST), (one.late, LEAST_LATE))
+                    ),
                     "full_rows": float(torch.stack(one.full_rows).mean())
                     if one.full_rows and any(one.weights[0] is each.weight for each in tables)
                     else None,
@@ -261,7 +280,13 @@ class Learning:
         one.steps += 1
         if one.steps <= LOOKS and len(args) < 2 and not kwargs:  # a closure makes them itself
             one.empty += all(each.grad is None for each in _all(optimizer))
-        if one.is_odd or one.is_done or one.steps <= EARLY_STEPS:
+        if one.is_odd or one.steps <= EARLY_STEPS:
+            return
+        if one.is_done:
+            if one.steps in LATE:
+                one.before, one.after = [some_of(weights) for weights in one.weights], []
+            elif one.after and one.steps - 1 in LATE:
+                one.late.append(_taken_back(one, [some_of(weights) for weights in one.weights]))
             return
         one.given |= {id(each) for each in _all(optimizer) if each.grad is not None}
         first = one.weights[0].grad
@@ -270,7 +295,9 @@ class Learning:
             rows = own[:: max(len(own) // SOME, 1)]
             one.full_rows.append((rows != 0).any(1).double().mean())
         gradients = _gradients(one.weights)
-        one.without.append(are_zero(gradients) if gradients else torch.tensor(True))
+        is_zero = are_zero(gradients) if gradients else torch.tensor(True)
+        are_own = bool(gradients and one.left) and torch.stack(one.left).all()
+        one.without.append(is_zero & ~torch.as_tensor(are_own, device=is_zero.device))
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         one.rates += [max(rates)] if rates else []
         now = [weights.grad for weights in one.weights]
@@ -281,13 +308,7 @@ class Learning:
         one.uncleared.append(~torch.stack(one.zeros).any() if is_kept else torch.tensor(False))
         one.before = [some_of(weights) for weights in one.weights]
         if one.after:
-            latest, then, first = (
-                torch.cat(each).double() for each in (one.before, one.after, one.earlier)
-            )
-            update = then - first
-            is_masked = ((latest == first) & (update != 0)).any()  # some values are not to learn
-            share = ((then - latest) * update).sum() / update.square().sum().clamp_min(1e-300)
-            one.undone.append(share * ~is_masked)
+            one.undone.append(_taken_back(one, one.before))
         one.reached = one.reached or [
             torch.zeros_like(each, dtype=torch.bool) for each in one.before
         ]
@@ -300,7 +321,12 @@ class Learning:
         one = self._looks.get(optimizer)
         if one is not None and one.is_new and one.steps == 1:
             self._new += bool(optimizer.state)  # without one, it makes no difference
-        if one is None or one.is_odd or one.is_done or torch.compiler.is_compiling():
+        if one is None or one.is_odd or torch.compiler.is_compiling():
+            return
+        if one.before and one.is_done:
+            one.after, one.earlier = [some_of(weights) for weights in one.weights], one.before
+            one.before = []
+        if one.is_done:
             return
         if one.before:
             one.looks += 1
@@ -315,7 +341,20 @@ class Learning:
             one.after, one.earlier = [some_of(weights) for weights in one.weights], one.before
             one.before = []
         one.had = [weights.grad for weights in one.weights]
-        one.backwards, one.is_cleared, one.zeros = 0, False, []
+        one.backwards, one.is_cleared, one.zeros, one.left = 0, False, [], []
+
+
+def _taken_back(one: _Looks, latest: list[Tensor]) -> Tensor:
+    """Return the part of the last update that is gone, of the values that learn.
+
+    Those that are exactly as before may be masked, unless all are.
+    Shapes: returns a tensor without dimensions.
+    """
+    now, then, first = (torch.cat(each).double() for each in (latest, one.after, one.earlier))
+    update = then - first
+    learns = now != first
+    update = update * (learns | ~(learns & (update != 0)).any())
+    return ((then - now) * update).sum() / update.square().sum().clamp_min(1e-300)
 
 
 def _all(optimizer: Optimizer) -> list[Tensor]:
@@ -365,7 +404,8 @@ def wasted(
         return {}
     same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
     share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    every = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [each for each in every if "_modules" in vars(each)]  # the others are being made
     parts = {id(part) for each in modules for part in each.children()}
     roots = [each for each in modules if each.training and id(each) not in parts]
     names = dict[int, str]()

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.config.registry import is_user_code
-from flatout.measure.attach.causality import are_own, predicted
+from flatout.measure.attach.causality import are_own, laid_out, predicted
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.inputs import classes_in, padding_id, sorted_classes
 from flatout.measure.attach.lines import (
@@ -219,6 +219,7 @@ class CallRecorder(TorchFunctionMode):
             self.rows = max(self.rows, self._rows[id(weights)])
         if self.work is not None:
             self.work.note(func, args, kwargs, returned, line, seconds)
+        self._note_rewritten(func, args, line, seconds)
         if result is None:
             return
         self.found.add("op", line, 0.0)
@@ -255,6 +256,15 @@ class CallRecorder(TorchFunctionMode):
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
 
+    def _note_rewritten(self, func: Any, args: tuple[Any, ...], line: Line, seconds: float) -> None:
+        """Note what writes weights that an optimizer updates."""
+        is_set = getattr(func, "__self__", None) is Tensor.data  # weights.data = ...
+        if is_set or (func.__name__.endswith("_") and not func.__name__.endswith("__")):
+            written = {one.data_ptr() for one in tree_leaves(args[:1]) if isinstance(one, Tensor)}
+            updated = (one for one, is_updated in self._weights.items() if is_updated)
+            if written and any(one.data_ptr() in written for one in updated):
+                self.found.add("rewritten", line, seconds)
+
     def sorted_classes(self, steps: int) -> int | None:
         """Return the number of classes in successive steps, if each step has few of them."""
         for (_, most), seen in self.classes.items():
@@ -286,6 +296,9 @@ class CallRecorder(TorchFunctionMode):
                     self.predicted = predicted(self.inputs, given[1])
                 if are_own(self.inputs, given[1]):
                     self.found.add("unshifted", line, seconds)
+                sizes, known = _sizes_before(given[0]), laid_out(self.inputs, given[1])
+                if sizes not in known and sizes[::-1] in known:
+                    self.found.add("interleaved", line, seconds)
         if name in LOSSES_OF_LOGITS and given and _maker(given[0].grad_fn).startswith(NORMALISED):
             self.found.add("normalised", line, seconds)
         if name == "binary_cross_entropy" and given[:1] and given[0].requires_grad:
@@ -462,6 +475,13 @@ def _has_graph(value: Any) -> bool:
 def _maker(node: Any) -> str:
     """Return the name of the node that made a result's values, however they are arranged since."""
     return next((one.name() for one in _chain(node) if not ARRANGES.match(one.name())), "")
+
+
+def _sizes_before(logits: Tensor) -> tuple[int, ...]:
+    """Return the first two sizes that logits had before they were flattened. () if they had not."""
+    views = (one for one in itertools.islice(_chain(logits.grad_fn), 4) if "View" in one.name())
+    sizes = getattr(next(views, None), "_saved_self_sym_sizes", ())
+    return tuple(sizes[:2]) if len(sizes) == 3 and logits.dim() == 2 else ()
 
 
 def _metadata(node: Any) -> dict[str, Any]:

@@ -98,6 +98,16 @@ GRADIENTS = [
         unless="cleared-gradients",
     ),
     row(
+        "interleaved-targets",
+        "Outputs and targets are flattened in different orders.",
+        lambda e: e.site("interleaved") and "spoils",
+        "At {site}, outputs of (rows, tokens) and targets of (tokens, rows) are flattened, or the "
+        "reverse: outputs are compared with the targets of others.",
+        "Exchange two dimensions of one of them before: outputs.transpose(0, 1).reshape(-1, "
+        "classes).",
+        site="interleaved",
+    ),
+    row(
         "mixed-rows",
         "Outputs for a row of the batch depend on other rows.",
         lambda e: e.mixes_rows and "spoils",
@@ -223,7 +233,7 @@ GRADIENTS = [
         "{e.undone:.0%} of each update of {e.watched_optimizer} is taken back before the next one.",
         "Look for what else writes the weights: a moving average in place of its copy, a "
         "load_state_dict() or an initialisation in the loop.",
-        site="optimizer",
+        site="rewritten optimizer",
     ),
     row(
         "unlearned-weights",

@@ -72,7 +72,7 @@ def edit_of(name: str, device: str = "{device}") -> Edit:
 
     def filled(keywords: Mapping[str, str]) -> dict[str, str]:
         return {
-            key: text.format(workers=workers, on_cpu=True)
+            key: text.format(workers=workers, on_cpu="not torch.cuda.is_available()")
             for key, text in keywords.items()
             if device == "cpu" or "{on_cpu}" not in text
         }

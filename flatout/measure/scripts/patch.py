@@ -32,7 +32,8 @@ class Edit:
     at: str = ""
     """Kind of `Site`. With "", lines belong to the optimizer, and other edits nowhere."""
     around: str = ""
-    """What the loss is computed inside, as the expression of a `with` statement."""
+    """What the loss is computed inside, as the expression of a `with` statement. A type of device
+    in double quotes gives way to what the script calls its own."""
     library: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Arguments that do the same where a library makes the calls, by the last words of the
     classes that take them, of one with a common name after the package that a file imports."""
@@ -183,6 +184,12 @@ class _Source:
         self._tree, self._newline = ast.parse(data), b"\r\n" if b"\r\n" in data else b"\n"
         modules = (n for n in ast.walk(self._tree) if isinstance(n, ast.Import | ast.ImportFrom))
         self._imported = " ".join(map(ast.unparse, modules))
+        self._has_torch = bool(re.search(r"import (\S+, )*torch(?! as|\.)\b", self._imported))
+        nodes = [n for n in ast.walk(self._tree) if isinstance(n, ast.Call | ast.Attribute)]
+        called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+        owners = {n.value for n in nodes if isinstance(n, ast.Attribute) and id(n) not in called}
+        self._calls = [n for n in nodes if isinstance(n, ast.Call) and n not in owners]
+        """All but those of whose results only an attribute is read."""
         self._starts = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
 
     def edit(self, edit: Edit, site: Site) -> str | None:
@@ -201,8 +208,7 @@ class _Source:
         None means that nothing here takes such arguments.
         """
         left, is_known = list[ByHand](), False
-        calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
-        for (known, keywords), call in product(edit.library.items(), calls):
+        for (known, keywords), call in product(edit.library.items(), self._calls):
             name = ast.unparse(call.func).rpartition(".")[2]
             every = (each.rpartition(":") for each in known.split())
             if any(name.endswith(end) for package, _, end in every if package in self._imported):
@@ -260,7 +266,8 @@ class _Source:
         read = _names(block[last], ast.Load)
         while last > first + 1 and not read & _names(block[last - 1], ast.Store):
             last -= 1
-        inside = edit.around.replace("{torch}", site.names["torch"])
+        inside = re.sub(r'"\w+"', site.names.get("device", r"\g<0>"), edit.around, count=1)
+        inside = inside.replace("{torch}", site.names["torch"])
         begin, end = block[first].lineno, block[last - 1].end_lineno or 0
         before = self.data[self._at(begin, 0) : spans[first][0]]
         inner = {name for one in block[first:last] for name in _names(one, ast.Store)}
@@ -364,7 +371,11 @@ class _Source:
         if not has_star:
             given |= dict(zip(parameters or (), call.args, strict=False))
         closing = self._span(call)[1] - 1
-        end = max([self._span(one)[1] for one in arguments], default=closing)
+        begin, end = max(map(self._span, arguments), default=(0, closing))
+        line, stop = self.data.rfind(b"\n", 0, begin) + 1, self.data.find(b"\n", end) + 1
+        indent, rest = self.data[line:begin], self.data[end:stop].strip()
+        # arguments on lines of their own, up to the parenthesis
+        is_alone = line > 0 and stop <= closing and not (indent + self.data[stop:closing]).strip()
         for name, value in keywords.items():
             if name in given and not isinstance(given[name], ast.Constant):
                 return DECIDED
@@ -374,9 +385,17 @@ class _Source:
                 return f"{ast.unparse(call.func)} takes no {name}"
             elif has_star:
                 return f"an argument with a star may contain {name}"
+            elif value.startswith("not torch.") and not self._has_torch:
+                return "torch has no name there"
             else:  # before the parenthesis of f(x for x in y), too
-                at, comma = min(end, closing), ", " if arguments else ""
-                made[at, at, name] = f"{comma}{name}={value}".encode()
+                text, at = f"{name}={value}".encode(), min(end, closing)
+                if is_alone and rest[:1] == b",":
+                    at, text = stop, indent + text + b"," + self._newline
+                elif is_alone and not rest:
+                    text = b"," + self._newline + indent + text
+                elif arguments:
+                    text = b", " + text
+                made[at, at, name] = text
         return made
 
 

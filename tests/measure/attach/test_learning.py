@@ -99,6 +99,12 @@ sparse.zero_grad()
 backward(table(torch.tensor([1, 2])).square().mean())
 sparse.step()
 """,
+    "a loss without a gradient": """
+optimizer.zero_grad()
+backward(loss_of(net) * 0.0)
+learning.after_backward()
+optimizer.step()
+""",
     "a warm-up": """
 optimizer.param_groups[0]["lr"] = 1e-7 * (1 + next(space.setdefault("steps", iter(range(99)))))
 backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
@@ -109,6 +115,9 @@ backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
 """,
 }
 FAULTY = {
+    "cleared-gradients after a pass that left some": """
+backward(loss_of(net)); learning.after_backward(); net.zero_grad(); optimizer.step()
+""",
     "cleared-gradients": "backward(loss_of(net)); net.zero_grad(); optimizer.step()",
     "cleared-gradients to zero": """
 backward(loss_of(net)); optimizer.zero_grad(set_to_none=False); optimizer.step()
@@ -135,6 +144,12 @@ before = [weights.detach().clone() for weights in net.parameters()]
 backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
 for weights, value in zip(net.parameters(), before):
     weights.data.lerp_(value, 0.95)
+""",
+    "undone-updates by the same weights again": """
+saved = space.setdefault("saved", [weights.detach().clone() for weights in net.parameters()])
+backward(loss_of(net)); optimizer.step(); optimizer.zero_grad()
+for weights, value in zip(net.parameters(), saved):
+    weights.data.copy_(value)
 """,
     "repeated-steps": """
 backward(loss_of(net)); optimizer.step(); optimizer.step(); optimizer.zero_grad()
@@ -246,7 +261,7 @@ def test_few_steps_tell_nothing_and_the_hooks_leave_after_the_last_look():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     before = len(hooks)
-    for _ in range(14):
+    for _ in range(84):
         learning.before_backward()
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()

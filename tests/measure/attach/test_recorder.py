@@ -87,6 +87,29 @@ def test_pairs_of_a_contrastive_loss_are_no_classes(is_contrastive):
     assert bool(recorder.classes) is not is_contrastive
 
 
+TIME_FIRST = torch.arange(12 * 5).reshape(12, 5) % 11 * 3 % 20
+ORDERS = {
+    "time first": (TIME_FIRST, lambda out: out, TIME_FIRST[1:], False),
+    "outputs with rows first": (TIME_FIRST, lambda out: out.mT, TIME_FIRST[1:], True),
+    "targets with rows first": (TIME_FIRST.T, lambda out: out, TIME_FIRST.T[:, 1:], True),
+    "rows first": (TIME_FIRST.T, lambda out: out.mT, TIME_FIRST.T[:, 1:], False),
+    "targets of another kind": (TIME_FIRST, lambda out: out.mT, TIME_FIRST[1:] * 7 % 20, False),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_flattened_outputs_and_targets_are_in_the_same_order(name):
+    tokens, arranged, targets, is_found = ORDERS[name]
+    recorder = CallRecorder(lambda: "other")
+    with recorder:
+        recorder.inputs = [torch.ones(3, 5, dtype=torch.long), tokens]
+        steps = nn.Embedding(20, 20).weight[TIME_FIRST[:-1]]  # (11, 5, 20)
+        logits = arranged(steps.permute(2, 0, 1)).permute(1, 2, 0)
+        scores = logits.reshape(-1, 20).log_softmax(1)
+        nn.functional.nll_loss(scores, targets.reshape(-1))
+    assert bool(recorder.found.total("interleaved")) is is_found
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_attention_whose_weights_are_returned_is_seen(need_weights):
     attention, rows = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 40, 8)

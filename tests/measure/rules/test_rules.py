@@ -128,6 +128,7 @@ cpu:
   dense-gradients: {full_rows: 0.01, largest_share: 0.9, optimizer_s: 0.03, site: optimizer}
   new-optimizers: {new_optimizers: 1.0, site: optimizer}
   probabilities-as-logits: {site: normalised}
+  interleaved-targets: {site: interleaved}
   mixed-rows: {mixes_rows: true, site: padding}
   tiny-updates: {updates: 1.0e-8, highest_lr: 1.0e-9, site: optimizer}
   seen-targets: {looks_ahead: true, site: padding}

@@ -75,6 +75,16 @@ FAULTS = {
         "optimizer = torch.optim.SGD(copied.parameters(), lr=1e-3)",
         "after": "model.zero_grad()",
     },
+    "averaged": {
+        "before": "average = copy.deepcopy(model)",
+        "after": "for kept, weights in zip(average.parameters(), model.parameters()):\n"
+        "        if step > 12: weights.data = 0.99 * kept.data + 0.01 * weights.data",
+    },
+    "own forward": {
+        "before": "net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64))\n"
+        "inputs, model = torch.randint(8, (64, 64)), net.forward\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=1e-3); inputs[:, 16:] = 0",
+    },
     "operator": {
         "before": "seen = list(range(20_000))\n"
         "def new(rows):\n"
@@ -103,6 +113,8 @@ NAMED = {
     "other module": ("unlearned-weights", None),
     "uncleared": ("uncleared-gradients", "optimizer.step()"),
     "copies": ("cleared-gradients", "optimizer.step()"),
+    "averaged": ("undone-updates", "weights.data = 0.99"),
+    "own forward": ("padding", "model(inputs)"),
     "operator": ("slow-code", "found.append(row)"),  # the next call
 }
 
