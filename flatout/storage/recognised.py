@@ -175,12 +175,12 @@ def open_regular(path: Path) -> int:
     raise NotRegular(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def read_regular(path: Path, *, errors: str = "strict") -> str:
+def read_regular(path: Path) -> str:
     """Return the text of a regular file.
 
     Raises: OSError; NotRegular for anything but a regular file; UnicodeDecodeError.
     """
-    with open(open_regular(path), encoding="utf-8", errors=errors) as file:
+    with open(open_regular(path), encoding="utf-8") as file:
         return file.read()
 
 

@@ -38,9 +38,9 @@ def python_stdlib() -> list[ReadTask]:
         group.append(name)
         group_bytes += _size(root, name)
         if group_bytes >= PART_BYTES:
-            tasks.append(_task(root, group))
+            tasks.append(_task(root, group, group_bytes))
             group, group_bytes = [], 0
-    return [*tasks, _task(root, group)] if group else tasks
+    return [*tasks, _task(root, group, group_bytes)] if group else tasks
 
 
 SOURCE = python_stdlib
@@ -70,7 +70,7 @@ def _size(root: Path, name: str) -> int:
     return (root / name).stat().st_size
 
 
-def _task(root: Path, names: list[str]) -> ReadTask:
+def _task(root: Path, names: list[str], num_bytes: int) -> ReadTask:
     digest = hashlib.sha256()
     for name in names:
         digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
@@ -78,7 +78,7 @@ def _task(root: Path, names: list[str]) -> ReadTask:
         read_modules,
         (str(root), tuple(names)),
         fingerprint=digest.hexdigest(),
-        num_bytes=sum(_size(root, name) for name in names),
+        num_bytes=num_bytes,
     )
 
 

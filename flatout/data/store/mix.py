@@ -51,7 +51,6 @@ class MixedDataset:
     def __init__(self, members: Sequence[Member], turns: Sequence[int]) -> None:
         self.members = tuple(members)
         self._turns = tuple(turns)
-        self._splits: dict[str, MixedSplit] = {}
 
     @classmethod
     def open(cls, mix: Mapping[str, float]) -> Self:
@@ -62,8 +61,21 @@ class MixedDataset:
         """
         turns = whole_turns(mix)
         datasets = [Dataset.open(one) for one in mix]
-        for dataset in datasets:
-            _require_same_tokenizer(datasets[0], dataset)
+        first = datasets[0]
+        for other in datasets:
+            mine, theirs = first.manifest, other.manifest
+            if (mine.tokenizer.digest, mine.vocab_size) != (
+                theirs.tokenizer.digest,
+                theirs.vocab_size,
+            ):
+                raise DataError(
+                    f"{first.path} and {other.path} were prepared with different tokenizers, "
+                    f"{mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
+                    f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read "
+                    "both.",
+                    fix="Prepare the second again with the tokenizer of the first: "
+                    f"--tokenizer {in_shell(first.path / TOKENIZER)}.",
+                )
         shares = [turn / sum(turns) for turn in turns]
         return cls(named_members(datasets, shares, "data.mix"), turns)
 
@@ -79,11 +91,8 @@ class MixedDataset:
 
     def split(self, name: SplitName) -> MixedSplit:
         """Return `train` or `val` of all datasets, in their shares."""
-        if name not in self._splits:
-            self._splits[name] = MixedSplit(
-                name, [member.dataset.split(name) for member in self.members], self._turns
-            )
-        return self._splits[name]
+        splits = [member.dataset.split(name) for member in self.members]
+        return MixedSplit(name, splits, self._turns)
 
 
 class MixedSplit:
@@ -170,16 +179,15 @@ class MixedSplit:
 
     def _first_sequences(self, seq_len: int) -> Array:
         """Return the index of each dataset's first sequence, followed by the total number."""
-        counts = [split.num_sequences(seq_len) for split in self._splits]
-        for split, count in zip(self._splits, counts, strict=True):
-            if not count:
+        for split in self._splits:
+            if not split.num_sequences(seq_len):
                 raise DataError(
                     f"{split.folder} has {split.num_tokens} tokens of {self.name}. "
                     f"One sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
                     fix="Remove it from data.mix, set a smaller data.seq_len, "
                     "or prepare more text.",
                 )
-        return np.cumsum([0, *counts])
+        return np.cumsum([0, *(split.num_sequences(seq_len) for split in self._splits)])
 
 
 SplitReader = Split | MixedSplit
@@ -284,19 +292,3 @@ def distinct_names(paths_or_urls: Sequence[str]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
-
-
-def _require_same_tokenizer(first: Dataset, other: Dataset) -> None:
-    mine, theirs = first.manifest, other.manifest
-    if (mine.tokenizer.digest, mine.vocab_size, mine.dtype) != (
-        theirs.tokenizer.digest,
-        theirs.vocab_size,
-        theirs.dtype,
-    ):
-        raise DataError(
-            f"{first.path} and {other.path} were prepared with different tokenizers, "
-            f"{mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
-            f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
-            fix="Prepare the second again with the tokenizer of the first: "
-            f"--tokenizer {in_shell(first.path / TOKENIZER)}.",
-        )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.store.manifest import TOKENIZER, Manifest, SplitName, read_manifest
+from flatout.data.store.manifest import SPLITS, TOKENIZER, Manifest, SplitName, read_manifest
 from flatout.data.store.order import shuffled
 from flatout.data.store.sharded_array import RESTORE, ShardedArray, Span
 from flatout.errors import DataError
@@ -38,7 +38,6 @@ class Dataset:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._splits: dict[str, Split] = {}
 
     @classmethod
     def open(cls, path: Path | str) -> Dataset:
@@ -68,10 +67,12 @@ class Dataset:
 
         return load_tokenizer(self.path / TOKENIZER, sha256=self.manifest.tokenizer.digest)
 
+    @cached_property
+    def _splits(self) -> dict[SplitName, Split]:
+        return {name: Split(self.path, name, self.manifest) for name in SPLITS}
+
     def split(self, name: SplitName) -> Split:
         """Return `train` or `val`. A split without documents has no tokens."""
-        if name not in self._splits:
-            self._splits[name] = Split(self.path, name, self.manifest)
         return self._splits[name]
 
 

@@ -20,8 +20,8 @@ from flatout.storage.remote.urls import is_local, protocol_of
 PART_BYTES = 8 << 20
 """Larger files are sent in parts of this size. S3 derives its checksum from those of the parts."""
 _WRITE_OPTIONS = {
-    "s3": {"chunksize": PART_BYTES, "max_concurrency": 1},
-    "gs": {"chunksize": PART_BYTES},
+    **{name: {"chunksize": PART_BYTES, "max_concurrency": 1} for name in ("s3", "s3a")},
+    **{name: {"chunksize": PART_BYTES} for name in ("gs", "gcs")},
 }
 _READ_ONLY = ("http", "https", "hf")
 
@@ -42,8 +42,7 @@ class RemoteFolder:
                 "gs://, or write to a directory and copy it there.",
             )
         self._filesystem, self._path = open_filesystem(url, "write")
-        aliases = {"s3a": "s3", "gcs": "gs"}
-        self._options = _WRITE_OPTIONS.get(aliases.get(protocol, protocol), {})
+        self._options = _WRITE_OPTIONS.get(protocol, {})
 
     def files(self) -> dict[str, Description]:
         """Return the descriptions of the directory's files by name. Empty when it does not exist.
