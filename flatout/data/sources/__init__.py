@@ -72,6 +72,8 @@ class BadRow:
     location: Location
     unread_bytes: int = 0
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
+    count: int = 1
+    """Number of rows that this one represents, itself included."""
 
     @property
     def error(self) -> DataError:

@@ -58,10 +58,16 @@ def read_table(piece: Piece, fields: Fields) -> Iterator[Row]:
             named = [field for field, _ in fields.named]
             is_whole = {*named} <= _columns(schema)
             number = piece.first_row
-            for part in parts(named if is_whole else schema.names):
-                for row in _rows(part, path, number, fields):
-                    if not is_whole and isinstance(row, BadRow):  # as every row would be
+            found = iter(parts(named if is_whole else schema.names))
+            for part in found:
+                rows = _rows(part, path, number, fields)
+                for row in rows:
+                    if not is_whole and isinstance(row, BadRow):  # as every row is
                         yield replace(row, location=path)
+                        left = part.num_rows - 1 if part.num_rows else sum(1 for _ in rows)
+                        left += sum(other.num_rows for other in found)
+                        if left:
+                            yield replace(row, location=f"{path}, all other rows", count=left)
                         return
                     yield row
                 number += part.num_rows

@@ -81,6 +81,18 @@ def cut_archive(path):
     path.write_bytes(gzip.compress(rows)[:2000])
 
 
+def test_the_rows_of_a_table_without_the_column_count_towards_the_limit(tmp_path):
+    for name, field, count in (("a.csv", "text", 300), ("b.csv", "body", 200)):
+        (tmp_path / name).write_text(f"{field}\n" + f"some {field}\n" * count)
+    options = {"out": tmp_path / "out", "tokenizer": "byte", "on_bad_row": "skip"}
+    with pytest.raises(Unfinished, match=r"200 of the first 500 rows .* first: .*b\.csv has no"):
+        prepared(f"{tmp_path}/*.csv", **options)
+    made = prepared(f"{tmp_path}/*.csv", **options, max_bad_rows=200)
+    assert [(rows.reason, rows.count) for rows in made.manifest.skipped] == [
+        ("no field 'text'", 200)
+    ]
+
+
 @pytest.mark.parametrize("most", [None, 1, 10**6])
 def test_a_damaged_file_stops_prepare_for_any_limit_of_bad_rows(tmp_path, most):
     cut_archive(tmp_path / "rows.jsonl.gz")

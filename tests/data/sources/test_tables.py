@@ -82,11 +82,22 @@ def test_each_kind_of_value_is_read_or_named_by_its_row(tmp_path, name):
     assert [row.text for row in rows(path, text="e.f")] == ["flat"] * 4
     prompted = rows(path, text="d.a.text", prompt="d.q")
     assert [(row.prompt, row.text) for row in prompted] == [("ask", "answer"), ("", "x")] * 2
-    (bad,) = rows(path, text="txt")
+    bad, _ = rows(path, text="txt")
     assert f"{path} has no field 'txt'. Fix: Did you mean --text-field text?" in str(bad.error)
-    (bad,) = rows(path, prompt="prompt")
+    bad, _ = rows(path, prompt="prompt")
     assert "has no field 'prompt'" in str(bad.error)
     assert "--mask-field " in str(bad.error)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather", "a.csv"])
+def test_a_table_without_the_column_counts_all_of_its_rows(tmp_path, name):
+    if name == "a.csv":
+        first, others = csv(tmp_path / name, "body\n" + "x\n" * 45)
+    else:
+        first, others = rows(write(tmp_path / name, {"body": ["x"] * 45}))
+    assert (first.count, first.location) == (1, f"{tmp_path / name}")
+    assert (others.count, others.location) == (44, f"{tmp_path / name}, all other rows")
+    assert others.reason == first.reason == "no field 'text'"
 
 
 def test_only_the_requested_columns_of_parquet_are_read(tmp_path, monkeypatch):

@@ -93,13 +93,13 @@ class RangeRecord(Counted):
     """Approximate bytes, out of num_bytes, lost to damage."""
 
     def skip_bad(self, row: BadRow, on_bad_row: OnBadRow) -> None:
-        """Count a bad row, or raise its error."""
+        """Count a bad row with those that it represents, or raise its error."""
         if on_bad_row == "raise":
             raise row.error
-        self.bad_rows += 1
+        self.bad_rows += row.count
         self.first_bad = self.first_bad or (row.location, storable(row.what))
         self.unread_bytes += row.unread_bytes
-        count_skipped(self.skipped, row.reason, [row.location])
+        count_skipped(self.skipped, row.reason, [row.location], row.count)
 
 
 def record_path(folder: Path, number: int) -> Path:

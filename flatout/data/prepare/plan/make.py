@@ -158,8 +158,7 @@ def _require_any(
         skipped: list[SkippedRows] = []
         for row in chain.from_iterable(task.rows() for task in tasks):
             if not isinstance(row, Document):
-                count = row.count if isinstance(row, LeftOut) else 1
-                count_skipped(skipped, row.reason, (), count)
+                count_skipped(skipped, row.reason, (), row.count)
         raise no_documents(" ".join(request.source["names"]), skipped)
     yield first
     yield from texts
@@ -189,7 +188,7 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
 
     `tail F` takes the end as validation, starting at character int(n * (1 - F)) of the n characters
     of all documents. It cuts the document there, unless its start or end is close enough (`NEAR`).
-    A conversation is never cut.
+    A conversation is never cut, nor is an answer to a prompt.
     `hash F` takes a fraction F of the documents by the hash of their text. The default is `tail
     0.1` below 100 documents, `hash 0.05` below 1,000, else `hash 0.01`.
 
@@ -285,12 +284,13 @@ def _tail(fraction: float, found: _Survey, options: Options, names: str) -> ByPo
     cut = ByPosition(holder, first_val - starts[holder])
     if 0 < starts[edge] < total and is_near:
         cut = ByPosition(edge, 0)
-    if options.chat is None:
+    if not (options.chat or options.mask_field):
         return cut
     if count < 2:
+        what = "conversation" if options.chat else "row"
         raise TooLittleText(
-            f"{names}: a single conversation cannot be split.",
-            fix="Add conversations, or name others for validation with --val.",
+            f"{names}: a single {what} cannot be split.",
+            fix=f"Add {what}s, or name others for validation with --val.",
         )
     return ByPosition(min(max(cut.document, 1), count - 1), 0)
 
@@ -322,10 +322,8 @@ def _survey(
                         found.take = found.taken[-1]
                         return found
                     room -= size
-                count = len(found.lengths)
-                if count == options.max_documents:
-                    found.take = found.taken[-1]
-                if count in (options.max_documents, enough):
+                if len(found.lengths) in (options.max_documents, enough):
+                    found.take = None if enough else found.taken[-1]
                     return found
     return found
 

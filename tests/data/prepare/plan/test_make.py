@@ -84,6 +84,18 @@ def test_the_tail_of_several_documents_is_the_end_of_their_text(lengths, place):
     )
 
 
+@pytest.mark.parametrize("options", [{"chat": "plain"}, {"mask_field": "prompt"}])
+@pytest.mark.parametrize(
+    ("lengths", "first"), [([50, 50], 1), ([10] * 11, 9), ([9, 900], 1), ([900, 9], 1)]
+)
+def test_neither_a_conversation_nor_an_answer_to_a_prompt_is_cut(options, lengths, first):
+    tasks = tasks_of(["x" * length for length in lengths])
+    plan = make_plan(tasks, split="tail 0.1", **options)
+    assert plan.items[0].assignment == ByPosition(first, 0)
+    with pytest.raises(DataError, match=r"a single (row|conversation) cannot be split"):
+        make_plan(tasks_of(["a text"]), split="tail 0.1", **options)
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5, 0.9])
 def test_the_tail_has_the_requested_share(seed, fraction):
