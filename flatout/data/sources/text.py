@@ -12,7 +12,7 @@ from flatout.data.sources.fields import ROW_BYTES, Fields, document, too_long
 from flatout.data.sources.packed import open_bytes
 from flatout.errors import in_shell
 from flatout.storage.recognised import recognise
-from flatout.storage.remote.urls import is_url
+from flatout.storage.remote.urls import is_url, name_in
 
 TEXT_BYTES = ROW_BYTES
 """A longer text is several documents, so that no document takes much memory."""
@@ -23,6 +23,7 @@ NOT_UTF8 = "not UTF-8"
 """Reason under which such rows are counted."""
 _BYTE_ORDER_MARK = "\ufeff"
 _HEAD = 4096
+_UNPACKERS = {".gz": "gzip", ".bz2": "bzip2", ".zst": "zstd"}
 _TEXT_PER_NUL = 8
 """Text whose start has more than one NUL per eight characters is not read as UTF-8."""
 
@@ -102,9 +103,14 @@ def not_utf8(path: str, where: Location, offset: int, data: bytes, at: int) -> B
 
 def _conversion(path: str, encoding: str) -> str:
     """Return the fix that converts a file from an encoding."""
-    converted = in_shell(str(Path(path).with_suffix(f".utf8{Path(path).suffix}")))
+    local = Path(name_in(path).rpartition("/")[2] if is_url(path) else path)
+    command, plain = f"iconv -f {encoding} -t UTF-8 {in_shell(local)}", local
+    if unpack := _UNPACKERS.get(local.suffix.lower()):
+        plain = local.with_suffix("")
+        command = f"{unpack} -dc {in_shell(local)} | iconv -f {encoding} -t UTF-8"
+    converted = in_shell(str(plain.with_suffix(f".utf8{plain.suffix}")))
     return (
-        f"If it is {encoding}, convert it with `iconv -f {encoding} -t UTF-8 {in_shell(path)} > "
+        f"If it is {encoding}, {'download it and ' * is_url(path)}convert it with `{command} > "
         f"{converted}` and name the new file, or skip such documents with --on-bad-row skip."
     )
 

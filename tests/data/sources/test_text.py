@@ -15,6 +15,10 @@ from flatout.data.sources.files import files
 from flatout.data.sources.text import read_rows, read_text
 
 
+def read_row(url, data):
+    return text.not_utf8(url, url, 0, data, 3)
+
+
 def rows_of(path):
     return [row for task in files(str(path)) for row in task.rows()]
 
@@ -116,6 +120,20 @@ def test_the_command_that_converts_a_file_is_named(tmp_path, encoding, content, 
     if shutil.which("iconv"):
         subprocess.run(command, shell=True, check=True)
         assert [row.text for row in rows_of(new)] == [content]
+
+
+@pytest.mark.skipif(not (shutil.which("iconv") and shutil.which("gzip")), reason="needs iconv")
+def test_the_command_converts_a_compressed_file_too(tmp_path):
+    path = tmp_path / "my note.txt.gz"
+    path.write_bytes(gzip.compress("Le café est prêt".encode("cp1252")))
+    (row,) = rows_of(path)
+    subprocess.run(row.fix.partition("`")[2].partition("`")[0], shell=True, check=True)
+    assert [one.text for one in rows_of(tmp_path / "my note.utf8.txt")] == ["Le café est prêt"]
+
+
+def test_a_remote_file_is_converted_once_it_is_downloaded():
+    fix = read_row("https://host/texts/a.txt?key=1", b"caf\xe9").fix
+    assert "download it and convert it with `iconv -f CP1252 -t UTF-8 a.txt > a.utf8.txt`" in fix
 
 
 @pytest.mark.parametrize(
