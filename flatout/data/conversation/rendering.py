@@ -8,7 +8,7 @@ other tools encode it, and the loss counts every token with a character in these
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, compress
@@ -92,7 +92,7 @@ class Renderer:
             ) from error
         text = _MARKS.sub("", found)
         tail = text[text.rfind(_PROBE) + len(_PROBE) :] if _PROBE in text else ""
-        special = self._specials.search(tail) if self._specials else None
+        special = self._specials.search(tail)
         end = tail[: special.end()] if special else tail.rstrip()
         length = len(end.strip())
         if not 2 <= length <= _LONGEST_END:
@@ -108,7 +108,7 @@ class Renderer:
     @property
     def end_token(self) -> str | None:
         """The special token that ends an assistant turn. None when text ends it."""
-        found = self._specials.search(self.end) if self._specials else None
+        found = self._specials.search(self.end)
         return found[0] if found else None
 
     def examples(self, conversation: Conversation) -> Examples:
@@ -140,15 +140,13 @@ class Renderer:
         return self._example(_without_marks(found)[0])
 
     @cached_property
-    def _specials(self) -> re.Pattern[str] | None:
-        names = sorted({name for name in self.special if len(name) > 1}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names))) if names else None
+    def _specials(self) -> re.Pattern[str]:
+        return any_of(name for name in self.special if len(name) > 1)
 
     @cached_property
     def _unwritable(self) -> re.Pattern[str]:
         """Names that the text of a turn must not contain: special tokens, and what ends a turn."""
-        names = sorted({*(n for n in self.special if len(n) > 1), self.end.strip()}, key=len)
-        return re.compile("|".join(map(re.escape, reversed(names))))
+        return re.compile(f"{self._specials.pattern}|{re.escape(self.end.strip())}")
 
     def _guarded(self, value: Any) -> Any:
         """Return a value whose texts contain no name of a special token in one piece."""
@@ -194,9 +192,21 @@ class Renderer:
         if START in text:
             text, spans = _without_marks(text)
             if len(counts) != len(spans):
+                if not all(counts):
+                    raise BadConversation(
+                        "has turns that the loss must not count, and the chat template "
+                        f"{self.template.name} does not write one {{% generation %}} block for "
+                        "each assistant turn",
+                        fix="Use a template that does, or --chat chatml or plain.",
+                        reason="not one generation block for each turn",
+                    )
                 counts = [True] * len(spans)
         else:
-            spans = self._ends(text, [length for length, _ in shared[::2]])
+            spans = [
+                (start, at + len(self.end))
+                for start, _ in shared[::2]
+                if (at := text.find(self.end, start)) >= 0
+            ]
             if len(spans) != len(counts):
                 return None
             for (_, stop), (length, before), (_, after) in zip(
@@ -221,14 +231,6 @@ class Renderer:
             self._answer(turns[index], index, _without_marks(prompt)[0], after)
             for index, prompt, after in zip(counted, found[::2], found[1::2], strict=True)
         )
-
-    def _ends(self, text: str, starts: Sequence[int]) -> list[Span]:
-        """Return the spans of turns that start at some positions, with what ends them."""
-        return [
-            (start, at + len(self.end))
-            for start in starts
-            if (at := text.find(self.end, start)) >= 0
-        ]
 
     def _answer(self, turn: JsonObject, index: int, prompt: str, after: str) -> Example:
         """Return the example of a prompt and of the turn that answers it."""
@@ -261,7 +263,7 @@ class Renderer:
 
     def _example(self, text: str, targets: Sequence[Span] = ()) -> Example:
         """Return a text without guards, the spans in it, and those of special tokens."""
-        names = [match.span() for match in self._specials.finditer(text)] if self._specials else []
+        names = [match.span() for match in self._specials.finditer(text)]
         if GUARD not in text:
             return Example(text, tuple(targets), tuple(names))
         before = [0, *accumulate(int(character == GUARD) for character in text)]
@@ -270,6 +272,12 @@ class Renderer:
             for spans in (targets, names)
         )
         return Example(text.replace(GUARD, ""), tuple(targets), tuple(names))
+
+
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Return what matches any of some names, of several the longest. Without names, nothing."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:

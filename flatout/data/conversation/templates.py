@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from flatout.config.registry import nearest
 from flatout.errors import DataError
 from flatout.storage.files import Stored, expanded
-from flatout.storage.json_io import JsonObject, read_object
+from flatout.storage.json_io import RESTORE, JsonObject, read_object
 from flatout.storage.recognised import read_regular
 
 CHAT_TEMPLATE = "chat_template.json"
@@ -19,8 +19,6 @@ MAX_CHARACTERS = 1 << 20
 """The longest templates in use have about 20,000 characters."""
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 """The files in which Hugging Face stores a tokenizer's template."""
-
-_RESTORE = "Restore it from a copy."
 
 _CHATML = """\
 {% for message in messages %}
@@ -89,7 +87,7 @@ def named_template(name: str, variables: dict[str, str]) -> ChatTemplate:
         )
     if path.suffix != ".json":
         return _made(path, {"name": path.name, "text": _read(path), "variables": variables})
-    document = read_object(path, fix=_RESTORE)
+    document = read_object(path, fix=RESTORE)
     if "chat_template" in document:
         found = _of_config(document)
         if found is None:
@@ -106,7 +104,7 @@ def load_template(path: Path) -> ChatTemplate | None:
 
     Raises: DataError when it is damaged.
     """
-    return _made(path, read_object(path, fix=_RESTORE)) if path.is_file() else None
+    return _made(path, read_object(path, fix=RESTORE)) if path.is_file() else None
 
 
 def template_beside(
@@ -140,7 +138,7 @@ def config_in(path: Path) -> JsonObject:
 
     Raises: DataError when it cannot be read.
     """
-    return read_object(path, fix=_RESTORE) if path.is_file() else {}
+    return read_object(path, fix=RESTORE) if path.is_file() else {}
 
 
 def tokens_in(config: JsonObject) -> dict[str, str]:

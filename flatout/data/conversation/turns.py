@@ -67,14 +67,6 @@ class BadConversation(DataError):
         super().__init__(what, fix=fix)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments of `__init__`."""
-        return _unpickle, (self.what, self.fix, self.reason)
-
-
-def _unpickle(what: str, fix: str, reason: str) -> BadConversation:
-    return BadConversation(what, fix=fix, reason=reason)
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -229,8 +221,8 @@ def _message(turn: Any, which: str) -> JsonObject:
         {key: value for key, value in turn.items() if key not in (role_key, text_key)}
     )
     message: JsonObject = {"role": role, "content": _content(turn.get(text_key), rest, which)}
-    if "tool_calls" in rest:
-        rest["tool_calls"] = _tool_calls(rest["tool_calls"])
+    if isinstance(calls := rest.get("tool_calls"), list):
+        rest["tool_calls"] = [*map(_tool_call, calls)]
     return message | rest
 
 
@@ -267,14 +259,8 @@ def _content(value: Any, rest: JsonObject, which: str) -> str:
     )
 
 
-def _tool_calls(calls: Any) -> Any:
-    """Return calls with parsed arguments, as templates expect. OpenAI states them as a string."""
-    if not isinstance(calls, list):
-        return calls
-    return [_tool_call(call) for call in calls]
-
-
 def _tool_call(call: Any) -> Any:
+    """Return a call with parsed arguments, as templates expect. OpenAI states them as a string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call

@@ -19,7 +19,7 @@ from flatout.data.prepare.pipeline import Prepared
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.options import NAMED, parse_rule
 from flatout.data.prepare.request.request import existing_dataset, refuse_occupied
-from flatout.data.store.manifest import SPLITS, Manifest, ShardEntry, SplitName
+from flatout.data.store.manifest import SPLITS, Manifest, ShardEntry, SplitName, storable
 from flatout.data.store.shards import Dataset
 from flatout.data.token_files import (
     METADATA,
@@ -200,10 +200,10 @@ def import_tokens(
     reading = Reading(known.vocab_size, options.dtype or metadata["dtype"], options.field)
     before = _stats(found.files)
     source: JsonObject = {
-        "names": [str(path)],
+        "names": [storable(str(path))],
         "chunks": len(found.files),
         "fingerprint": _fingerprint(found.train, before),
-        "val": [str(file) for file in found.val] or None,
+        "val": [storable(str(file)) for file in found.val] or None,
         "val_fingerprint": _fingerprint(found.val, before) if found.val else None,
         "dtype": reading.dtype,
         "field": options.field,

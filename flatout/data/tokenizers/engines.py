@@ -7,7 +7,6 @@ for half of a surrogate pair.
 from __future__ import annotations
 
 import json
-import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from flatout.data.conversation.rendering import any_of
 from flatout.errors import DataError, MissingPackage
 from flatout.storage.json_io import JsonObject
 
@@ -214,7 +214,7 @@ class Layout:
         encode = Gigatoken(json.dumps(bare))
         if not self.added and not self.normalizes:
             return encode
-        added = re.compile("|".join(map(re.escape, self.added)) or r"(?!)")
+        added = any_of(self.added)
 
         def encode_known(text: str) -> Ids:
             is_known = added.search(text) is None and self.is_normal(text)

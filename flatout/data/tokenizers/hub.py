@@ -14,6 +14,8 @@ _REPOSITORY = re.compile(
     r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII
 )
 _FILE_ENDINGS = (".json", ".tiktoken", ".model", ".gz")
+_LACKING = ("EntryNotFoundError", "RemoteEntryNotFoundError")
+"""Errors of huggingface_hub for a file that a repository does not have."""
 
 
 def is_repository(name: str) -> bool:
@@ -52,6 +54,7 @@ def repository_file(
     name: str,
     filename: str,
     *,
+    must_know: bool = False,
     cache: Path | None = None,
     endpoint: str | None = None,
     progress: Progress = SILENT,
@@ -59,9 +62,20 @@ def repository_file(
     """Return the local path of another small file of a repository whose tokenizer was found.
 
     None when the repository lacks it, which is cached too, or the hub cannot be reached.
+
+    Raises: DataError if we `must_know`, and the hub cannot be reached.
     """
     found = _file(name, filename, cache, endpoint, progress)
-    return found if isinstance(found, Path) else None
+    if isinstance(found, Path):
+        return found
+    if must_know and type(found).__name__ not in _LACKING:
+        raise DataError(
+            f"It is not known whether {name} has a {filename}: it is not in the cache, and the hub "
+            "cannot be reached.",
+            fix="Check the connection, then run it again. Or name a chat template: --chat chatml, "
+            "--chat plain or --chat FILE.",
+        ) from found
+    return None
 
 
 def _file(

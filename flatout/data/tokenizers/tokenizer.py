@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.conversation.rendering import Example
+from flatout.data.conversation.rendering import Example, any_of
 from flatout.data.conversation.templates import CONFIG_FILE
 from flatout.data.tokenizers.engines import (
     Encode,
@@ -327,8 +327,10 @@ class Tokenizer:
     def _pieces(self) -> list[bytes] | None:
         """The bytes of each id. None when they depend on other ids."""
         decoder = (self._definition.get("decoder") or {}).get("type")
-        if decoder not in ("ByteLevel", "Fuse"):
-            return None
+        return self._spelled(decoder) if decoder in ("ByteLevel", "Fuse") else None
+
+    def _spelled(self, decoder: str) -> list[bytes]:
+        """Return the bytes of each id for a decoder: ByteLevel, or Fuse."""
         byte_of = byte_level_alphabet() if decoder == "ByteLevel" else {}
         added = {int(entry["id"]) for entry in self._added}
         pieces = [UNKNOWN] * self.vocab_size
@@ -339,15 +341,15 @@ class Tokenizer:
 
     @cached_property
     def _num_bytes(self) -> Places:
-        """The number of bytes that each id stands for."""
-        return np.array([len(piece) for piece in self._pieces or ()])
+        """The number of bytes of text that each id of a table or a layout stands for."""
+        decoder = "Fuse" if self.name == "char" else "ByteLevel"
+        return np.array([*map(len, self._spelled(decoder))])
 
     @cached_property
     def _literal(self) -> re.Pattern[str]:
         """Matches the names of special tokens, the unknown one included."""
         special = (one["content"] for one in self._added if one.get("special"))
-        names = sorted({*self._special, *special}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names)))
+        return any_of({*self._special, *special})
 
     @cached_property
     def _special_ids(self) -> Ids:

@@ -180,6 +180,20 @@ def test_generation_blocks_decide_what_counts():
     assert found.prompt(TURNS[:2]).text == "[system]Be kind.[user]Hi"
 
 
+def test_several_generation_blocks_in_a_turn_cannot_leave_a_turn_out():
+    found = renderer(
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}"
+        "{% generation %}<think></think>{% endgeneration %} "
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    thought = "<think></think>"
+    assert targets(example(found)) == [thought, "Hello<|im_end|>", thought, "See you<|im_end|>"]
+    weighted = [turn | ({"weight": 0} if turn["content"] == "Hello" else {}) for turn in TURNS]
+    with pytest.raises(BadConversation, match=r"one \{% generation %\} block for each assistant"):
+        example(found, weighted)
+
+
 def test_a_turn_of_weight_0_is_cut_like_others_but_does_not_count():
     turns = [turn | ({"weight": 0} if turn["content"] == "Hello" else {}) for turn in TURNS]
     found = example(built_in("chatml"), turns)

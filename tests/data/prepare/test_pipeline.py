@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from prepared import Listener, content, documents, prepared, write_rows
@@ -203,6 +204,17 @@ def test_little_text_uses_one_process(rows, monkeypatch):
     assert stage.default_workers(large) == 64
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (3, None))
     assert stage.default_workers(large) == 3, "a container's limit counts"
+
+
+def test_names_of_files_need_not_be_utf8(tmp_path):
+    names = [os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9" + end) for end in (b".txt", b".md")]
+    for name in names:
+        Path(name).write_text(f"text of {name[-3:]} " * 20)
+    made = prepared(names[0], out=tmp_path / "out", val=(names[1],))
+    shown = [f"{tmp_path}/caf\ufffd{end}" for end in (".txt", ".md")]
+    assert [*made.manifest.source["names"], *made.manifest.source["val"]] == shown
+    again = prepared(names[0], out=tmp_path / "out", val=(names[1],))
+    assert again.existed
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "train:300"])

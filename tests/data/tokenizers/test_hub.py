@@ -10,6 +10,8 @@ import pytest
 from texts import byte_level_json
 
 from flatout.data import tokenizers as tokenizer_module
+from flatout.data.prepare.request import request
+from flatout.data.prepare.request.options import Options
 from flatout.data.tokenizers import make_tokenizer
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.errors import DataError
@@ -106,6 +108,16 @@ def test_another_file_of_a_repository_may_be_missing(hub, tmp_path, content):
     assert repository_file("org/small", "tokenizer.json", **nowhere) == found, "it is cached"
 
 
+def test_a_file_that_must_be_known_is_not_missing_because_the_hub_is(hub, tmp_path):
+    options = {"cache": tmp_path, "must_know": True}
+    nowhere = {**options, "endpoint": "http://127.0.0.1:9"}
+    with pytest.raises(DataError, match=r"not known whether org/small has a chat_template\.jinja"):
+        repository_file("org/small", "chat_template.jinja", **nowhere)
+    there = {**options, "endpoint": hub.address}
+    assert repository_file("org/small", "chat_template.jinja", **there) is None
+    assert repository_file("org/small", "chat_template.jinja", **nowhere) is None, "it is cached"
+
+
 def test_revision_is_requested(hub, tmp_path):
     tokenizer_file(f"org/small@{COMMIT}", cache=tmp_path, endpoint=hub.address)
     assert all(f"/resolve/{COMMIT}/tokenizer.json" in path for path in hub.asked)
@@ -153,6 +165,17 @@ def test_the_end_of_text_of_a_repository_is_the_one_that_its_files_state(hub, us
     assert make_tokenizer("org/small", lambda limit: TEXTS).eot_id == 269
     assert any(path.endswith("/generation_config.json") for path in hub.asked)
     assert not any(path.endswith("/config.json") for path in hub.asked), "it is not needed"
+
+
+def test_a_chat_template_is_not_replaced_because_the_hub_cannot_be_reached(
+    hub, uses_hub, tmp_path, monkeypatch
+):
+    make_tokenizer("org/small", lambda limit: TEXTS)
+    nowhere = partial(repository_file, cache=tmp_path, endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr(request, "repository_file", nowhere)
+    with pytest.raises(DataError, match=r"not known whether org/small has a chat_template\.jinja"):
+        request.chat_renderer(Options(tokenizer="org/small", chat="auto"))
+    assert request.chat_renderer(Options(tokenizer="org/small", chat="plain")).end_token
 
 
 def test_tokenizer_is_made_from_a_repository_name(uses_hub, tmp_path, content):

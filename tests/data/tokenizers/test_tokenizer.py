@@ -140,6 +140,19 @@ def test_a_special_token_that_no_template_wrote_is_rejected(kind):
         assert ids.tolist() == ids_of(kind, f"a {name}"), "all is text without a template"
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "byte", "char"])
+@pytest.mark.parametrize("decoder", [None, {"type": "Sequence", "decoders": [{"type": "Fuse"}]}])
+def test_what_counts_in_a_text_does_not_depend_on_the_decoder(kind, decoder):
+    document = json.loads(tokenizer_of(kind).content) | {"decoder": decoder}
+    changed = parse_tokenizer(json.dumps(document), "tokenizer.json")
+    changed = changed.with_engine(engines_of(kind)[-1].engine)
+    example = Example("é ab 日.", ((2, 6),))
+    for found, expected in zip(
+        changed.encode_example(example), tokenizer_of(kind).encode_example(example), strict=True
+    ):
+        assert found.tolist() == expected.tolist()
+
+
 def test_added_tokens_that_are_not_special_are_tokens():
     call, end = map(library_of("qwen2").token_to_id, ("<tool_call>", "|>"))
     for each in engines_of("qwen2"):

@@ -26,7 +26,7 @@ from flatout.data.conversation.templates import (
 )
 from flatout.data.prepare.request.inputs import Corpus, in_both_splits, load_card, open_corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
-from flatout.data.store.manifest import MANIFEST, Manifest, read_manifest
+from flatout.data.store.manifest import MANIFEST, Manifest, read_manifest, storable
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import (
     END_OF_TEXT,
@@ -39,7 +39,7 @@ from flatout.data.tokenizers import (
     tokenizer_path,
 )
 from flatout.data.tokenizers.hub import is_repository, repository_file
-from flatout.errors import DataError, OutputInUse, in_shell, without_secrets
+from flatout.errors import DataError, OutputInUse, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 from flatout.storage.recognised import kind_of
@@ -131,6 +131,9 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
             repository_file(spec, name, progress=progress) for name in (CONFIG_FILE, TEMPLATE_FILE)
         )
         template = template_beside(config, jinja, defaults)
+        if template is None and options.chat == "auto":
+            for name in (CONFIG_FILE, TEMPLATE_FILE):
+                repository_file(spec, name, must_know=True)
     if options.chat != "auto":
         variables = template.variables if template else defaults
         template = named_template(options.chat, variables)
@@ -179,7 +182,8 @@ def existing_dataset(out: Path, source: JsonObject, progress: Progress) -> Manif
         refuse_occupied(out)
         return None
     manifest = Dataset.open(out).manifest
-    require_same(f"{out} contains a different dataset", manifest.source, source)
+    if different := difference(manifest.source, source):
+        raise OutputInUse(f"{out} contains a different dataset: {different}.", fix=CHOOSE_ANOTHER)
     progress.say(f"{out} already contains this dataset: {manifest.tokens:,} tokens. Nothing to do.")
     return manifest
 
@@ -196,14 +200,14 @@ def describe(corpus: Corpus, options: Options, chat: Renderer | None) -> JsonObj
         kind, fraction = parse_rule(split)
         split = f"{kind} {fraction}"
     described: JsonObject = {
-        "names": [without_secrets(name) for name in corpus.names],
+        "names": [*map(storable, corpus.names)],
         "fingerprint": corpus.fingerprint,
         "tokenizer": tokenizer_mark(options.tokenizer),
         "pattern": options.pattern,
         "end_of_text": options.end_of_text,
         "text_field": options.text_field or " and ".join(sorted(fields)),
         "split": NAMED if validation else split,
-        "val": [without_secrets(name) for name in validation.names] if validation else None,
+        "val": [*map(storable, validation.names)] if validation else None,
         "val_fingerprint": validation.fingerprint if validation else None,
         "max_documents": options.max_documents,
         "max_bytes": options.max_bytes,
@@ -232,15 +236,6 @@ def tokenizer_mark(spec: str) -> str:
     return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}{end}"
 
 
-def require_same(what: str, existing: JsonObject, requested: JsonObject) -> None:
-    """Check that two descriptions are of the same dataset.
-
-    Raises: OutputInUse that starts with `what` and lists the differences.
-    """
-    if different := difference(existing, requested):
-        raise OutputInUse(f"{what}: {different}.", fix=CHOOSE_ANOTHER)
-
-
 def difference(existing: JsonObject, requested: JsonObject) -> str:
     """Return how two descriptions differ, in words. Empty when they are of the same dataset.
 
@@ -253,6 +248,8 @@ def difference(existing: JsonObject, requested: JsonObject) -> str:
             continue
         if (key, there) == ("tokenizer", str(wanted).partition(" ")[0]):
             continue  # an earlier version stored the digest alone
+        if key == "chat_template":
+            there, wanted = (one and one["name"] for one in (there, wanted))
         shown = f"{key} is {there!r}, and {wanted!r} is requested"
         if key in _TEXTS:
             names, text = _TEXTS[key]
@@ -262,10 +259,7 @@ def difference(existing: JsonObject, requested: JsonObject) -> str:
             shown = f"its {text} is {there}, and {wanted} is requested"
             if there == wanted:
                 shown = f"the {text} has changed"
-        elif key == "chat_template":
-            there, wanted = (one and one["name"] for one in (there, wanted))
-            shown = f"{key} is {there!r}, and {wanted!r} is requested"
-            if there == wanted:
-                shown = "the chat template has changed"
+        elif there == wanted:
+            shown = "the chat template has changed"
         words.append(shown)
     return "; ".join(words)
