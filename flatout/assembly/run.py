@@ -271,7 +271,7 @@ def _model(
     autocast = partial(parts.precision.context, mesh.device.type)
     stages = stages_of(core, mesh, autocast) if mesh.pipeline > 1 else []
     data = config.data
-    mesh.share_rows(core, seq_len=data.seq_len, has_documents=data.document_mask)
+    mesh.share_rows(core, seq_len=data.seq_len)
     mesh.share_layers(core, seq_len=data.seq_len)
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:

@@ -73,7 +73,7 @@ def _check_divides(config: RunConfig) -> None:
     model = model_class.on_meta(model_config, Ops.plain())
     if parallel.context > 1:
         context = Context(None, 0, parallel.context, bool(model.divides_rows))
-        model.share_rows(context, seq_len=data.seq_len, has_documents=data.document_mask)
+        model.share_rows(context, seq_len=data.seq_len)
     if parallel.pipeline > 1:
         check_stages(model, parallel)
     if parallel.tensor > 1:

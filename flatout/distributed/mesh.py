@@ -65,7 +65,7 @@ class Mesh(Layout, Ranks):
         """The position of this process's rows among `dp_size`."""
         return self.rank // (self.context * self.tensor) % self.dp_size
 
-    def share_rows(self, model: Any, *, seq_len: int, has_documents: bool) -> None:
+    def share_rows(self, model: Any, *, seq_len: int) -> None:
         """Let a model compute this process's part of each row, if several share them.
 
         Raises: ConfigError as `LanguageModel.share_rows`.
@@ -73,7 +73,7 @@ class Mesh(Layout, Ranks):
         if self.context_group is not None:
             rank, is_balanced = self.rank % self.context, bool(model.divides_rows)
             context = Context(self.context_group, rank, self.context, is_balanced)
-            model.share_rows(context, seq_len=seq_len, has_documents=has_documents)
+            model.share_rows(context, seq_len=seq_len)
 
     def share_layers(self, model: Any, *, seq_len: int) -> None:
         """Let a model on the meta device compute this rank's part of each layer, if ranks do.

@@ -46,7 +46,15 @@ class AdaptedModel(LanguageModel):
     limit: ClassVar[str | None] = None
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
-        super().__init__(config, replace(ops, cross_entropy=_loss_of_logits))
+        super().__init__(
+            config,
+            replace(
+                ops,
+                cross_entropy=lambda logits_BTV, _weight, targets_BT, **options: of_logits(
+                    logits_BTV, targets_BT, **options
+                ),
+            ),
+        )
         self.module = self._built()
         self.blocks = nn.ModuleList([_SingleDocument()])
         parameters = [*inspect.signature(self.module.forward).parameters.values()]
@@ -59,11 +67,16 @@ class AdaptedModel(LanguageModel):
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The modules in the module's largest list, or itself when it has none of several."""
-        lists = [
+        lists = (
             one for one in self.module.modules() if isinstance(one, nn.ModuleList) and len(one) > 1
+        )
+        return [
+            *max(
+                lists,
+                key=lambda one: sum(p.numel() for p in one.parameters()),
+                default=[self.module],
+            )
         ]
-        sizes = {one: sum(p.numel() for p in one.parameters()) for one in lists}
-        return [*max(sizes, key=sizes.__getitem__, default=[self.module])]
 
     def _built(self) -> nn.Module:
         base = set(LanguageModelConfig.model_fields) - {"vocab_size"}
@@ -81,8 +94,7 @@ class AdaptedModel(LanguageModel):
 
         Raises: ConfigError when `seq_len` exceeds what the module supports.
         """
-        limit = getattr(config, cls.limit) if cls.limit else ANY_LENGTH
-        if seq_len > limit:
+        if cls.limit and seq_len > (limit := getattr(config, cls.limit)):
             raise ConfigError(
                 f"data.seq_len={seq_len} exceeds model.{cls.limit}={limit}.",
                 fix=f"Set model.{cls.limit}={seq_len}.",
@@ -214,24 +226,14 @@ class _SingleDocument(nn.Module):
         return hidden_BTD
 
 
-def _loss_of_logits(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    return of_logits(hidden_BTD, targets_BT, softcap=softcap, z_loss=z_loss)
-
-
 def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[LanguageModel]:
     """Return a model class that wraps the modules of `build`, for `model.kind=my_module:MODEL`.
 
     The parameters of `build` become the keys under `model.`: `vocab_size`, and others that must
     have defaults. `limit` is the name of the parameter that sets the longest sequence, such as
     block_size. None means no limit.
-    Raises: ConfigError when `build` lacks the parameter `vocab_size` or `limit`, or a default.
+    Raises: ConfigError when `build` lacks the parameter `vocab_size` or `limit`, or a default, or
+            has one with the name of a key of every model.
     """
     parameters = inspect.signature(build, eval_str=True).parameters
     required = [
@@ -239,11 +241,14 @@ def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[
         for name, one in parameters.items()
         if one.default is one.empty and name != "vocab_size"
     ]
-    if "vocab_size" not in parameters or required or (limit and limit not in parameters):
+    taken = {*LanguageModelConfig.model_fields} & parameters.keys() - {"vocab_size"}
+    if taken or "vocab_size" not in parameters or required or (limit and limit not in parameters):
         missing = limit if limit and limit not in parameters else "vocab_size"
-        problem = f"default for {required[0]!r}" if required else f"parameter {missing!r}"
+        problem = f"no default for {required[0]!r}" if required else f"no parameter {missing!r}"
+        if taken:
+            problem = f"the parameter {min(taken)!r}, which flatout applies to every model's logits"
         raise ConfigError(
-            f"adapt() cannot use {getattr(build, '__name__', build)}: it has no {problem}.",
+            f"adapt() cannot use {getattr(build, '__name__', build)}: it has {problem}.",
             fix=f"Write it as {EXAMPLE}.",
         )
     keys: dict[str, Any] = {

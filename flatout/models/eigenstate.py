@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal, Self, final
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.distributed.context import Context
 from flatout.distributed.tensor import Cut, Split, local
-from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.models.layers import Factor, Linear
@@ -48,6 +47,24 @@ there are.
 
 class EigenstateConfig(LanguageModelConfig):
     """The shape of an eigenstate network."""
+
+    rules = (
+        (
+            lambda shape: (
+                shape.num_eigenstates % shape.num_heads
+                and layers.nearest_divisor(shape.num_eigenstates, shape.num_heads)
+            ),
+            "model.num_eigenstates={0.num_eigenstates} is not divisible by "
+            "model.num_heads={0.num_heads}.",
+            "Set model.num_heads={1}.",
+        ),
+        (
+            lambda shape: shape.max_seq_len and shape.positions == "none",
+            "model.max_seq_len={0.max_seq_len} has no effect: without learned positions, an "
+            "eigenstate network takes sequences of any length.",
+            "Remove it, or set model.positions=learned.",
+        ),
+    )
 
     num_layers: int = Field(8, ge=1)
     """Blocks, each with one recurrence and one MLP (L)."""
@@ -90,23 +107,6 @@ class EigenstateConfig(LanguageModelConfig):
     def mlp_width(self) -> int:
         """Width inside the MLP, F."""
         return self.d_ff or 4 * self.d_model
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.num_eigenstates % self.num_heads:
-            divisor = layers.nearest_divisor(self.num_eigenstates, self.num_heads)
-            raise ConfigError(
-                f"model.num_eigenstates={self.num_eigenstates} is not divisible by "
-                f"model.num_heads={self.num_heads}.",
-                fix=f"Set model.num_heads={divisor}.",
-            )
-        if self.max_seq_len and self.positions == "none":
-            raise ConfigError(
-                f"model.max_seq_len={self.max_seq_len} has no effect: without learned positions, "
-                "an eigenstate network takes sequences of any length.",
-                fix="Remove it, or set model.positions=learned.",
-            )
-        return self
 
 
 class Eigenstate(EmbeddingModel):

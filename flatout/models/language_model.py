@@ -379,7 +379,7 @@ class LanguageModel(nn.Module, ABC):
         Returns: (hidden_BTD, weight_VD).
         """
 
-    def share_rows(self, context: Context, *, seq_len: int, has_documents: bool) -> None:
+    def share_rows(self, context: Context, *, seq_len: int) -> None:
         """Let `forward` compute this rank's part of each row.
 
         Raises: ConfigError when the model does not support it, or rows cannot be divided.

@@ -289,5 +289,6 @@ def check_positions(max_seq_len: int | None, seq_len: int) -> None:
 
 def nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor of `number` that is nearest to `wanted`. Of two, the larger one."""
-    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    divisors = [*small, *(number // one for one in small)]
     return min(divisors, key=lambda divisor: (abs(divisor - wanted), -divisor))

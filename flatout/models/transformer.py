@@ -12,13 +12,12 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.distributed.context import Context
 from flatout.distributed.tensor import Cut, Split, local
-from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.ops import Ops, float64_device, product_dtype
@@ -37,6 +36,67 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 class TransformerConfig(LanguageModelConfig):
     """The shape of a transformer. GPT-2 and Llama differ in the five keys from `norm` on."""
+
+    rules = (
+        (
+            lambda shape: (
+                shape.head_dim is None
+                and shape.d_model % shape.num_heads
+                and layers.nearest_divisor(shape.d_model, shape.num_heads)
+            ),
+            "model.d_model={0.d_model} is not divisible by model.num_heads={0.num_heads}.",
+            "Set model.num_heads={1}, or set model.head_dim.",
+        ),
+        (
+            lambda shape: (
+                shape.num_heads % shape.kv_heads
+                and layers.nearest_divisor(shape.num_heads, shape.kv_heads)
+            ),
+            "model.num_heads={0.num_heads} is not divisible by model.num_kv_heads={0.kv_heads}.",
+            "Set model.num_kv_heads={1}.",
+        ),
+        (
+            lambda shape: (
+                shape.positions == "rotary" and shape.head_size % 2 and shape.head_size + 1
+            ),
+            "Rotary positions need an even head size, but it is {0.head_size}.",
+            "Set model.head_dim={1}, or model.positions=learned.",
+        ),
+        (
+            lambda shape: (
+                shape.rotary_dims
+                and (shape.rotary_dims % 2 or shape.rotary_dims > shape.head_size)
+                and max(shape.head_size // 4 * 2, 2)
+            ),
+            "model.rotary_dims={0.rotary_dims} must be even and at most the head size, "
+            "{0.head_size}.",
+            "Set model.rotary_dims={1}, or remove it.",
+        ),
+        (
+            lambda shape: shape.full_attention_every and shape.window is None,
+            "model.full_attention_every={0.full_attention_every} has no effect without "
+            "model.window: every layer sees all tokens.",
+            "Set model.window, or remove it.",
+        ),
+        (
+            lambda shape: shape.rotary_low_factor >= shape.rotary_high_factor,
+            "model.rotary_low_factor={0.rotary_low_factor:g} must be below "
+            "model.rotary_high_factor={0.rotary_high_factor:g}.",
+            "Set them to 1 and 4, as in Llama 3.",
+        ),
+        (
+            lambda shape: shape.rotary_factor != 1 and shape.rotary_scaling == "none",
+            "model.rotary_factor={0.rotary_factor:g} has no effect without model.rotary_scaling.",
+            "Set model.rotary_scaling=linear or llama3, or remove it.",
+        ),
+        (
+            lambda shape: (
+                shape.rotary_scaling != "none" and "rotary_factor" not in shape.model_fields_set
+            ),
+            "model.rotary_scaling={0.rotary_scaling} has no effect without model.rotary_factor.",
+            "Set model.rotary_factor=4 for sequences four times as long, or remove it.",
+        ),
+    )
 
     num_layers: int = Field(6, ge=1)
     """Blocks, each with one attention and one MLP (L)."""
@@ -141,47 +201,6 @@ class TransformerConfig(LanguageModelConfig):
         """Width inside the MLP, F."""
         gated = math.ceil(8 * self.d_model / 3 / 64) * 64
         return self.d_ff or (gated if self.activation in GATED else 4 * self.d_model)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.head_dim is None and self.d_model % self.num_heads:
-            divisor = layers.nearest_divisor(self.d_model, self.num_heads)
-            raise ConfigError(
-                f"model.d_model={self.d_model} is not divisible by "
-                f"model.num_heads={self.num_heads}.",
-                fix=f"Set model.num_heads={divisor}, or set model.head_dim.",
-            )
-        if self.num_heads % self.kv_heads:
-            divisor = layers.nearest_divisor(self.num_heads, self.kv_heads)
-            raise ConfigError(
-                f"model.num_heads={self.num_heads} is not divisible by "
-                f"model.num_kv_heads={self.kv_heads}.",
-                fix=f"Set model.num_kv_heads={divisor}.",
-            )
-        if self.positions == "rotary" and self.head_size % 2:
-            raise ConfigError(
-                f"Rotary positions need an even head size, but it is {self.head_size}.",
-                fix=f"Set model.head_dim={self.head_size + 1}, or model.positions=learned.",
-            )
-        if self.rotary_dims and (self.rotary_dims % 2 or self.rotary_dims > self.head_size):
-            raise ConfigError(
-                f"model.rotary_dims={self.rotary_dims} must be even and at most the head size, "
-                f"{self.head_size}.",
-                fix=f"Set model.rotary_dims={max(self.head_size // 4 * 2, 2)}, or remove it.",
-            )
-        if self.full_attention_every and self.window is None:
-            raise ConfigError(
-                f"model.full_attention_every={self.full_attention_every} has no effect without "
-                "model.window: every layer sees all tokens.",
-                fix="Set model.window, or remove it.",
-            )
-        if self.rotary_low_factor >= self.rotary_high_factor:
-            raise ConfigError(
-                f"model.rotary_low_factor={self.rotary_low_factor:g} must be below "
-                f"model.rotary_high_factor={self.rotary_high_factor:g}.",
-                fix="Set them to 1 and 4, as in Llama 3.",
-            )
-        return self
 
 
 class Rotary(nn.Module):

@@ -75,7 +75,7 @@ def main(report):
         for documents in (False, True):
             expected = result_of(model_of(SHAPES[name]), documents)
             model = model_of(SHAPES[name])
-            mesh.share_rows(model, seq_len=TOKENS, has_documents=documents)
+            mesh.share_rows(model, seq_len=TOKENS)
             actual = result_of(model, documents)
             for tensor in actual:
                 dist.all_reduce(tensor)

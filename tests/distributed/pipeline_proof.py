@@ -79,7 +79,7 @@ def together(keys, mesh, steps):
     plain = model_of(keys)
     model = type(plain).on_meta(plain.config, plain.ops).double()
     stages = stages_of(model, mesh, nullcontext)
-    mesh.share_rows(model, seq_len=TOKENS, has_documents=steps[0][0].doc_ids_BT is not None)
+    mesh.share_rows(model, seq_len=TOKENS)
     mesh.share_layers(model, seq_len=TOKENS)
     cuts = model.tensor_cuts() if mesh.tensor > 1 else {}
     wrap(model, mesh, stages=stages)

@@ -234,6 +234,7 @@ def test_a_module_that_does_not_return_logits_is_named(returned, actual):
         (lambda width=3: None, None, "has no parameter 'vocab_size'"),
         (lambda vocab_size, width: None, None, "has no default for 'width'"),
         (lambda vocab_size: None, "block_size", "has no parameter 'block_size'"),
+        (lambda vocab_size, z_loss=0.1: None, None, "the parameter 'z_loss', which flatout"),
     ],
 )
 def test_an_unsuitable_build_function_is_named(build, limit, message):
@@ -361,7 +362,7 @@ def test_a_plan_knows_its_memory_and_its_rate(stacked, tmp_path, words):
     [
         (lambda model: model.share_layers(Split(None, 0, 2), seq_len=8), "tensor=2 needs a model"),
         (
-            lambda model: model.share_rows(Context(None, 0, 2, False), seq_len=8, has_documents=0),
+            lambda model: model.share_rows(Context(None, 0, 2, False), seq_len=8),
             "context=2 needs a model that divides rows",
         ),
         (lambda model: with_adapters(model, LoraConfig(rank=2)), "no linear layers that can be"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 
-from flatout.models.layers import Embedding, gelu, relu2
+from flatout.models.layers import Embedding, gelu, nearest_divisor, relu2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -19,6 +19,14 @@ def test_relu2_and_its_gradient_match_the_formula(dtype):
         tensor.backward(torch.full_like(tensor, 0.75))
     assert hidden.grad.dtype == dtype
     torch.testing.assert_close(hidden.grad, plain.grad)
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted", "nearest"),
+    [(1, 5, 1), (12, 5, 6), (36, 7, 6), (36, 5, 6), (97, 60, 97), (10**14, 7, 8)],
+)
+def test_the_nearest_divisor_is_found_of_the_largest_numbers_too(number, wanted, nearest):
+    assert nearest_divisor(number, wanted) == nearest
 
 
 def with_gradient(function, leaf, grad):

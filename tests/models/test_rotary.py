@@ -55,6 +55,7 @@ def test_linear_scaling_moves_positions_closer():
 def test_llama3_stretches_long_wavelengths_only():
     periods = torch.tensor([0.5, 1.0, 2.5, 4.0, 100.0], dtype=torch.float64)
     frequency = periods * 2 * math.pi / 8192
-    scaled = llama3(frequency, config(rotary_factor=8.0, rotary_original_len=8192))
+    stretched = config(rotary_scaling="llama3", rotary_factor=8.0, rotary_original_len=8192)
+    scaled = llama3(frequency, stretched)
     ratios = (scaled / frequency).tolist()
     assert ratios == pytest.approx([1 / 8, 1 / 8, 0.5 + 0.5 / 8, 1, 1])

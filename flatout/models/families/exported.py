@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flatout.config.registry import MODELS
 from flatout.errors import ConfigError
 from flatout.models.families.table import SAME, Architecture, Field, TensorMap, names_of
@@ -15,9 +17,9 @@ def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
 
     Raises: ConfigError when it states none, or the model is not a part of flatout.
     """
-    found = document.get("model")
+    found: Any = document.get("model")
     kind = found.get("kind") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or kind not in MODELS.names():
+    if kind not in MODELS.names():
         raise ConfigError(
             f"config.json of the base model names the model {kind!r}, which is not a part of "
             "flatout.",

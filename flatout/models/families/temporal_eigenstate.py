@@ -78,10 +78,6 @@ def _coupling(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([(block.double() - identity) / RESONANCE for block in parts])
 
 
-def _no_bias(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].new_zeros(len(parts[0]))
-
-
 TENSORS = """
 token_embedding.weight token_emb.weight
 position_embedding.weight pos_emb.weight
@@ -109,7 +105,7 @@ def tensors(config: EigenstateConfig) -> list[TensorMap]:
     return tensors_of(
         TENSORS + "".join(heads),
         drive=(_drive, None),
-        no_bias=(_no_bias, None),
+        no_bias=(lambda parts: parts[0].new_zeros(len(parts[0])), None),
         coupling=(_coupling, None),
         log_rate=(lambda parts: _log_rate(parts[0]), None),
         detuning=(_detuning, None),
