@@ -3,14 +3,14 @@
     python benchmarks/cpu_peers.py --peers DIRECTORY
 
 Two shapes of GPT-2: a small model of characters, and 124M parameters. Each way trains in a process
-of its own, on random tokens with AdamW: flatout as `auto` chooses and compiled; nanoGPT's model
+of its own, on random tokens with AdamW: flatout eager and compiled; nanoGPT's model
 eager, under bf16 autocast, compiled and both; Hugging Face's GPT-2 under bf16 autocast; and llm.c,
 built with gcc -Ofast -march=native and OpenMP. A rate is the median of the steps after a warm-up,
 beside it its share of the rate of a bf16 matmul, measured first.
 nanoGPT, llm.c and nanodo are taken from DIRECTORY, or cloned into it. nanodo trains in fp32 and
 bf16 if `--jax` names a Python whose environment has jax, flax and optax. With `--busy 1 8`, flatout
 and nanoGPT train again beside that many processes that keep a core busy each. Writes
-benchmarks/results/cpu_peers.json, .md and .svg.
+benchmarks/results/cpu_peers.json, .md and .svg after each shape.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def main(words: Sequence[str] | None = None) -> None:
                         other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
                         stack.callback(other.kill)
                     found["busy"][count] = in_turns(chosen, given.rounds)
-    publish(given.out, "cpu_peers", found, table(found))
-    (given.out / "cpu_peers.svg").write_text(picture(found))
+            publish(given.out, "cpu_peers", found, table(found))
+            (given.out / "cpu_peers.svg").write_text(picture(found))
 
 
 def picture(found: dict[str, Any]) -> str:
@@ -129,7 +129,7 @@ def ways_of(name: str, folder: Path, peers: Path, jax: str | None) -> dict[str, 
     program = build_llmc(name, folder / f"llmc-{name}", peers / "llm.c")
     worker = [sys.executable, __file__, "--peers", peers, "--worker"]
     ways: dict[str, Any] = {
-        "flatout": partial(own, name, dataset, folder, "auto"),
+        "flatout": partial(own, name, dataset, folder, "auto,-compile"),
         "flatout, compiled": partial(own, name, dataset, folder, "auto,+compile"),
     }
     for how in ("eager", "bf16", "compiled", "both"):
