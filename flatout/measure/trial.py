@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
@@ -317,13 +316,14 @@ def _wait(
         time.sleep(POLL_S)
         if request.screen and (news := answer_in(so_far)):
             note(news.note)
-        if not is_answered and path.exists():
-            is_answered, answer = True, Answer.model_validate_json(path.read_bytes())
-            # without steps it cannot attach
-            has_steps = answer.steps > 0 or answer.failure is not None
+        if not is_answered and (answer := answer_in(path)):
+            # what fails before any step, or cannot attach beside others, may be a helper
+            is_helper = answer.failure is not None or Path(request.answer + SEEN).exists()
+            is_answered = answer.steps > 0 or not is_helper
             # one that ends by itself has its exit code
             wait_s = grace_s if answer.is_complete else max(grace_s, GRACE_S)
-            end_s = time.monotonic() + (wait_s if has_steps else 0.0)
+            if is_answered:  # without steps it cannot attach
+                end_s = time.monotonic() + (wait_s if answer.steps else 0.0)
     return is_answered or process.poll() is not None
 
 
@@ -354,7 +354,7 @@ def run_in_copy(
     request: Request,
     *,
     limit_s: float,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str] | None = None,
     note: Callable[[str], object] = lambda text: None,
 ) -> Result:
     """Run a command in a copy of the user's directory until it answers a request.
@@ -366,7 +366,7 @@ def run_in_copy(
         request.model_copy(update={"copy_of_user": str(copy.path)}),
         folder=copy.of(Path.cwd()),
         is_captured=True,
-        environment={**copy.environment(), **environment},
+        environment={**copy.environment(), **(environment or {})},
         limit_s=limit_s,
         grace_s=0.0,
         note=note,

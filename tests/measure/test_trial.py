@@ -1,5 +1,6 @@
 """A trial in its own process always gives a result."""
 
+import os
 import re
 import subprocess
 import sys
@@ -169,6 +170,24 @@ def test_a_process_that_hangs_is_ended_with_everything_it_started(tmp_path):
     )
     assert tried(text, tmp_path, ends_after_s=3.0).status == "timed-out"
     wait_for_end_of(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.quick_cases("import torch, nothing_of_this_name-")
+@pytest.mark.parametrize(
+    ("code", "without"),
+    [("import torch, nothing_of_this_name", ""), ("import torch", "import torch\nimport flatout")],
+)
+def test_a_helper_that_fails_does_not_end_the_script(code, without, tmp_path, monkeypatch):
+    """Nor does one in an environment that has no flatout."""
+    monkeypatch.setattr(trial, "GRACE_S", 0.5)
+    (tmp_path / "flatout.py").write_text("raise ModuleNotFoundError('no', name='flatout')")
+    path = f"{str(tmp_path) + os.pathsep!r} + os.environ['PYTHONPATH']"
+    path = f"os.environ['PYTHONPATH'] = {path}\n" * bool(without)
+    helper = f"subprocess.run([sys.executable, '-c', {code!r}])"
+    text = f"import os, subprocess, sys, time\n{without}\n{path}{helper}\ntime.sleep(2)\n"
+    command = [sys.executable, "-c", text + LOOP.replace("STEPS", "10**9")]
+    found = run_command(command, Request(steps=12), is_captured=True, grace_s=0.5)
+    assert (found.steps, found.failure) == (12, None), found.output
 
 
 @pytest.mark.thorough
