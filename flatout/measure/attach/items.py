@@ -65,7 +65,8 @@ class Items:
         """Return a `__getitem__` that returns the items which were read."""
 
         def get(dataset: Any, index: Any) -> Any:
-            is_kept = dataset is self.dataset and 0 <= index < len(self._kept)
+            is_row = isinstance(index, (int, np.integer)) and 0 <= index < len(self._kept)
+            is_kept = is_row and dataset is self.dataset
             return self._given(self._kept[index]) if is_kept else plain(dataset, index)
 
         return get
