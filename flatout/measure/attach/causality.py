@@ -111,7 +111,9 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     inputs = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()]
     along = int(len({one.shape[0] for one in inputs}) > 1)  # sequences with time first
     rows = {one.shape[along] for one in inputs if one.dim() > along}
-    if len(rows) != 1 or 1 in rows or any(one.shape[:1] == one.shape[1:] for one in inputs):
+    is_square = any(one.shape[:1] == one.shape[1:] for one in inputs)
+    # one dimension is that of the tokens of one sequence
+    if len(rows) != 1 or 1 in rows or is_square or max(map(Tensor.dim, inputs)) < 2:
         return False
 
     def changed(dim: int) -> Any:

@@ -111,6 +111,12 @@ def test_rows_of_sequences_with_time_first_are_the_second_dimension(compared, is
     assert random.getstate() == drawn
 
 
+def test_the_tokens_of_one_sequence_are_no_rows():
+    tagger = nn.Sequential(nn.Embedding(24, 8), nn.LSTM(8, 5))
+    tagger.forward = lambda words: tagger[1](tagger[0](words))[0]
+    assert not mixes_rows(tagger, (torch.arange(9),), {})
+
+
 def test_batch_norm_mixes_no_rows_in_evaluation():
     assert not mixes_rows(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(24)), (IMAGES,), {})
 
