@@ -63,14 +63,15 @@ class Inputs:
         inputs = plain_in((args, kwargs))
         # inside of vmap, and on the device meta, there are no values
         with torch.no_grad(), suppress(RuntimeError):
-            self._padding += padding_of(inputs)
             tokens = [
                 one for one in inputs if one.dim() == 2 and one.numel() and one.dtype in WHOLE
             ]
+            self._padding += padding_of(tokens)
             self._tokens = max(self._tokens, *map(Tensor.numel, tokens), 0)
             every = (padding_id(one, rows) for one in tokens for rows in one.shape)
             self._ragged += [max((found[1] for found in every if found), default=0.0)]
-            self._values += values_of(inputs)
+            # others are made by a layer, where the script calls `forward` itself
+            self._values += values_of([one for one in inputs if one.grad_fn is None])
             self._scales += [scale_of(inputs)]
 
     def found(self, late: Sequence[Sequence[Tensor]] = (), worked: int = 0) -> dict[str, Any]:
@@ -104,8 +105,11 @@ class Inputs:
 
 
 def scale_of(inputs: Sequence[Tensor]) -> float:
-    """Return the mean size of the numbers of some inputs. 0 where they are few, or no floats."""
-    dense = (one for one in inputs if one.layout is torch.strided)
+    """Return the mean size of the numbers of some inputs. 0 where they are few, or no floats.
+
+    What another layer has made does not count.
+    """
+    dense = (one for one in inputs if one.layout is torch.strided and one.grad_fn is None)
     floats = [one for one in dense if one.is_floating_point() and one.numel() >= MANY]
     return max((float(one.float().abs().mean()) for one in floats), default=0.0)
 
@@ -129,19 +133,19 @@ class Batches:
         before = self._before
         is_same = len(now) == len(before) and all(map(torch.equal, now, before))
         self._looks += 1 if is_same or not self._looks else LEAST_EQUAL + 1
-        self._before = now if self._looks <= LEAST_EQUAL else []
+        # a loader may fill the same memory again
+        self._before = [one.clone() for one in now] if self._looks <= LEAST_EQUAL else []
         self.rows = len(now[0]) if self._looks == LEAST_EQUAL + 1 and is_same else None
 
 
-def padding_of(inputs: Sequence[Tensor]) -> list[float]:
-    """Return the share of padding columns in the widest integer inputs. [] means there are none.
+def padding_of(tokens: Sequence[Tensor]) -> list[float]:
+    """Return the share of padding columns in the widest of some tokens. [] means there are none.
 
     In a column of padding, and in all from there to an end of the rows, every row of each of these
     inputs has that input's one value, so masks and labels only confirm the padding of the tokens.
     Masks without tokens show nothing. Reading values waits for the device.
     Shapes: each integer input (B, T).
     """
-    tokens = [one for one in inputs if one.dim() == 2 and one.numel() and one.dtype in WHOLE]
     found = list[float]()
     for every in (tokens, [one.t() for one in tokens]):  # with time first
         width, padded = max((one.shape[1] for one in every), default=0), 0

@@ -59,7 +59,7 @@ def test_padding_is_not_looked_for_where_tensors_have_no_values():
     assert padding(tokens.to("meta")) is None
 
 
-ROWS = torch.arange(80.0).view(20, 4)
+ROWS, MEMORY = torch.arange(80.0).view(20, 4), torch.empty(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,21 @@ ROWS = torch.arange(80.0).view(20, 4)
         (lambda step: torch.tensor([[0.0, step], [0.0, 1.0]]), None),  # rows of one beginning
         (lambda step: ROWS[: 2 + step % 2].clone(), None),
         (lambda step: ROWS[: 2 + step // 6].clone(), 2),  # looks are over by then
+        (lambda step: MEMORY.copy_(ROWS[2 * step : 2 * step + 2]), None),
+        (lambda step: MEMORY.copy_(ROWS[:2]), 2),
         (lambda step: step, None),
     ],
-    ids=["first rows", "in a dict", "in turn", "one beginning", "lengths", "later", "no tensor"],
+    ids=[
+        "first rows",
+        "in a dict",
+        "in turn",
+        "one beginning",
+        "lengths",
+        "later",
+        "one memory",
+        "its rows",
+        "no tensor",
+    ],
 )
 def test_batches_with_the_same_values_are_noticed(batch, rows):
     batches = Batches()
@@ -99,6 +111,7 @@ IMAGES = (255 * torch.rand(6, 8, 3, 16, generator=torch.Generator().manual_seed(
         (lambda step: [IMAGES[step] - 128], "large_inputs"),
         (lambda step: [IMAGES[step] / 10], ""),
         (lambda step: [IMAGES[step] / 25 + 1000], ""),  # near each other, as days are
+        (lambda step: [IMAGES[step].requires_grad_() * 1], ""),  # made by another layer
     ],
 )
 def test_inputs_whose_values_tell_nothing_or_are_not_scaled_are_noticed(pass_, found):
@@ -146,6 +159,8 @@ def test_padding_in_rows_of_different_lengths_and_data_that_is_scaled_again_are_
     assert found["ragged"] == pytest.approx(1 - 138 / 384)
     assert found["rescaled"] == pytest.approx(1 / 90)
     assert inputs.found([[kept / 100], [kept * 90]])["rescaled"] == 1.0, "both ways"
+    made = kept.clone().requires_grad_() / 100  # by another layer
+    assert inputs.found([[made], [made]])["rescaled"] == 1.0
     assert inputs.found([[kept], [kept]], worked=6)["ragged"] is None, "padding is left out"
     assert Inputs().found([[kept], [kept]])["rescaled"] == 1.0
 
