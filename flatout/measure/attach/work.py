@@ -95,9 +95,9 @@ class Work:
         self._made: dict[Any, tuple[Line, float, int]] = {}
         """Nodes that no backward pass has gone through: line, seconds and step of their calls."""
         self._passes, self._hooks = [_Pass(None)], list[Any]()
-        self._used, self._discarded = set[Any](), defaultdict[Any, float](float)
-        """Gradients that are used, and the seconds of those that are cleared, by the line of the
-        pass, its callers and the weights."""
+        self._used, self._discarded = Counter[Any](), defaultdict[Any, list[float]](list)
+        """How often gradients are used, and the seconds of those that are cleared, by the line of
+        the pass, its callers and the weights."""
         self._behind = set[Any]()
         """Nodes of a pass whose results a product uses."""
         self._read: list[Any] = []
@@ -212,12 +212,12 @@ class Work:
         for weights, version, values in one.weights[::-1]:
             is_used = weights._version != version or (some_of(weights) != values).any()
             if is_used:
-                self._used.add((one.line, one.above, id(weights)))
+                self._used[one.line, one.above, id(weights)] += 1
             if one.line is not None and not is_used:
                 if weights.grad is None or are_zero([weights.grad]):
                     seconds = part * weights.numel() / one.size * one.seconds
                     self.found.add("discarded", one.line, seconds)
-                    self._discarded[one.line, one.above, id(weights)] += seconds
+                    self._discarded[one.line, one.above, id(weights)].append(seconds)
                     continue
                 left.insert(0, (weights, version, values))
             part = HALF  # what leads on to these weights is needed
@@ -272,8 +272,9 @@ class Work:
         self._made.clear()
         self.note_backward(set(), None)
         del self._passes[:-1]
-        for one in self._discarded.keys() & self._used:
-            self.found.add("lost", one[0], self._discarded[one])
+        for one, cleared in self._discarded.items():
+            if 0 < self._used[one] <= len(cleared):  # fewer are of steps that were given up
+                self.found.add("lost", one[0], sum(cleared))
 
     def _note_repeated(
         self, func: Any, given: Sequence[Any], results: list[Tensor], line: Line, seconds: float
@@ -293,15 +294,15 @@ class Work:
             made = (key, self._steps)
         self._now[key] = tokens, made
         for number, one in enumerate(results):
-            if one._base is None:
+            if one._base is None and not one.is_inference():
                 self._results[one] = (made, number), one._version
 
     def _token(self, one: Any) -> Token:
         """Return what identifies the values of an argument, or None."""
         if isinstance(one, PLAIN):
             return (type(one), str(one))
-        if type(one) not in (Tensor, torch.nn.Parameter):
-            return None
+        if type(one) not in (Tensor, torch.nn.Parameter) or one.is_inference():
+            return None  # which has no version
         root = one if one._base is None else one._base
         place = (one.storage_offset(), one.shape, one.stride()) if root is not one else ()
         known, version = self._results.get(root, (None, None))  # type: ignore[no-untyped-call]

@@ -323,6 +323,15 @@ optimizer = torch.optim.SGD(head.parameters(), lr=1e-3)
 update(head(net(images).detach()).square().mean())
 """
     assert "lost" not in found(adversaries)  # the first loss gives head gradients in vain
+    given_up = """
+skips = globals().setdefault("skips", iter([True] + 99 * [False]))
+recorder.note_backward([loss := head(net(images)).square().mean()])
+loss.backward()
+if not next(skips):
+    optimizer.step()
+optimizer.zero_grad()
+"""
+    assert "lost" not in found(given_up)  # as where the norm is too large
     another = """
 loss = head(net(images)).square().mean()
 recorder.note_backward([loss])
@@ -435,6 +444,17 @@ def test_a_line_with_weights_is_the_models_whatever_else_it_does(found):
     assert not any("net(" in text for text in sites["line"])
     sites = found("x = images * 2\nstep(net(x).mean())\n")
     assert "x = images * 2" in sites["line"]
+
+
+def test_results_in_inference_mode_are_read_without_an_error(found, caplog):
+    loop = """
+step(net(images).mean())
+with torch.inference_mode():
+    right = net(images).argmax(-1) == 3
+    share = right.double().mean()
+"""
+    assert "share = right.double().mean()" in found(loop)["line"]
+    assert not caplog.messages
 
 
 def test_nothing_is_noted_after_the_last_step():
