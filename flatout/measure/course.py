@@ -20,9 +20,10 @@ ROWS = 512
 """Most steps of a course. Beyond that, it forgets every second one, and skips those to come."""
 WORK = ("communication", *LINES)
 """Phases of a `PhaseTimer`: waiting for other ranks, and a rank's own work."""
-COLUMNS = ("special", "seconds", "size", "reduced", "memory", "host", "workers", *WORK)
+COLUMNS = ("special", "seconds", "size", "reduced", "memory", "host", "asked", "workers", *WORK)
 """Of a step: whether it is not ordinary, its seconds, elements of its inputs, passes after which
-gradients are reduced, MiB in use on the GPU, in the process and in the loader's workers, phases.
+gradients are reduced, MiB in use on the GPU, in the process, those that it has asked for, and in
+the loader's workers, phases.
 """
 MIN_VALUES = 12
 """Fewest different values by which growth is judged."""
@@ -59,12 +60,16 @@ class Course:
         rows = np.array(self._rows)
         columns = dict(zip(COLUMNS, rows[rows[:, 0] == 0].T, strict=True))
         grows = {name: one for name in COLUMNS if (one := growth(columns[name], self._every))}
-        leak = grows.get("memory") or grows.get("host")
-        is_short = self._steps < MIN_UNEVEN
+        host, asked = grows.get("host"), columns["asked"]
+        if host and asked.any():
+            first, _, last = (np.median(third) for third in np.array_split(asked, 3))
+            if last - first < (host.last - host.first) / 2:
+                host = None  # it writes to what it had before, or reads more of a mapped file
+        leak = grows.get("memory") or host
         return {
             "course": self._rows,
             "grows": grows,
-            "uneven": is_short and len(np.unique(columns["size"])) >= MIN_VALUES,
+            "uneven": self._steps < MIN_UNEVEN and len(np.unique(columns["size"])) >= MIN_VALUES,
             "growth_bytes": leak.per_1000 * 2**20 / 1e3 if leak else 0.0,
             "gradient_syncs": columns["reduced"].mean(),
         }

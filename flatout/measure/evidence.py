@@ -243,7 +243,7 @@ class Evidence(Stored):
     probabilities, which bf16 rounds), growing (more work in each
     step), looped (the same weights in many calls that do not need each other), rows (a batch
     size of 1), broadcast (a column and a row that make a square), not-finite (the first result
-    that is not)."""
+    that is not), written (in-place changes of weights that an optimizer has)."""
     kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""
 
@@ -307,14 +307,15 @@ class Evidence(Stored):
     """Memory that each step adds, where it grows steadily by much. 0 means it does not."""
     kept_graphs: Number = None
     """Share of the last steps' graphs that are still in memory."""
-    kept_by: str = ""
-    """The variable that keeps graphs. "" where it is not known."""
+    kept_by: str = "a variable"
+    """The variable that keeps graphs."""
     grown: str = ""
     """A list, or a similar variable, that grows with the steps."""
     grown_by: str = ""
     """What it gets: `tensors`, or `hooks` of a module or tensor. "" for other objects."""
     uneven: bool = False
-    """Whether the inputs of the steps have many sizes, with which memory grows for a while."""
+    """Whether memory grows for a while only: the inputs of the steps have many sizes, or a replay
+    buffer is not full yet."""
 
     cores: Count = None
     """Cores that the process may use."""
@@ -518,11 +519,6 @@ class Evidence(Stored):
         return (self.growth_bytes or 0.0) / 2**20
 
     @property
-    def keeper(self) -> str:
-        """The variable that keeps graphs."""
-        return self.kept_by or "a variable"
-
-    @property
     def unlearned(self) -> str:
         """Names of weights that an optimizer was taken to update by mistake. "" without any.
 
@@ -595,8 +591,15 @@ class Evidence(Stored):
         """Return how the run failed, if it is one of these kinds."""
         return self.failure if self.failure is not None and self.failure.kind in kinds else None
 
-    def share(self, seconds: float | None, at_least: float = 0.0) -> float | None:
-        """Return seconds as a share of the step. None when it is unknown or below `at_least`."""
+    def seconds_at(self, kind: str) -> float:
+        """Return the seconds of a step at all lines of a kind that are known."""
+        return sum(line.seconds_per_step or 0.0 for line in self.sites.get(kind, ()))
+
+    def share(self, of: CallSite | float | None, at_least: float = 0.0) -> float | None:
+        """Return seconds, or those at a line, as a share of the step. None when it is unknown or
+        below `at_least`.
+        """
+        seconds = of.seconds_per_step if isinstance(of, CallSite) else of
         if seconds is None or not self.step_s:
             return None
         share = min(max(seconds / self.step_s, 0.0), 1.0)

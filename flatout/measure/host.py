@@ -78,18 +78,20 @@ class Usage:
     """Seconds at which some process of the machine waited for a disk."""
 
     @staticmethod
-    def between(spans: Sequence[tuple[Usage, Usage]]) -> dict[str, float | None]:
-        """Return `read_bytes`, `stalled_s`, and the cores that others and the run kept busy."""
+    def between(spans: Sequence[tuple[Usage, Usage]], steps: int) -> dict[str, float | None]:
+        """Return what an average step has read and waited for, and the cores that others and the
+        run kept busy, by their names in `Evidence`.
+        """
         found: dict[str, float | None] = {}
-        for name in ("read_bytes", "stalled_s"):
-            known = [(getattr(before, name), getattr(after, name)) for before, after in spans]
+        for name, field in (("read_bytes_per_step", "read_bytes"), ("disk_stalled_s", "stalled_s")):
+            known = [(getattr(before, field), getattr(after, field)) for before, after in spans]
             known = [pair for pair in known if None not in pair]
-            found[name] = sum(end - start for start, end in known) if known else None
+            found[name] = sum(end - start for start, end in known) / steps if known else None
         seconds = [after.cpu.at_s - before.cpu.at_s for before, after in spans]
         if not any(seconds):
-            return found | dict.fromkeys(("other_cores", "own_cores", "worker_cores"))
+            return found | dict.fromkeys(("other_busy_cores", "own_cores", "worker_cores"))
         others = [before.cpu.others_until(after.cpu) for before, after in spans]
-        found["other_cores"] = fmean(others, seconds)
+        found["other_busy_cores"] = fmean(others, seconds)
         for name, field in (("own_cores", "own_s"), ("worker_cores", "children_s")):
             used = (getattr(end.cpu, field) - getattr(start.cpu, field) for start, end in spans)
             found[name] = max(sum(used), 0.0) / sum(seconds)
@@ -118,13 +120,15 @@ def usage_now() -> Usage:
 
 
 def used_mib(pids: Iterable[int]) -> list[float]:
-    """Return the memory in use on the GPU, in this process, and alone in some others.
+    """Return the memory in use on the GPU, in this process, what this process has asked for (0
+    where the system does not tell), and what some others use alone.
 
     Those share pages with this one, and each gets a copy of a page to which it writes.
     """
-    used = [torch.cuda.memory_allocated(), psutil.Process().memory_info().rss, 0]
+    own = psutil.Process().memory_info()
+    used = [torch.cuda.memory_allocated(), own.rss, getattr(own, "data", 0), 0]
     with suppress(psutil.Error):  # they have ended
-        used[2] = sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
+        used[3] = sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
     return [one / 2**20 for one in used]
 
 

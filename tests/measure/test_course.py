@@ -39,6 +39,15 @@ def test_memory_that_grows_is_counted_in_bytes_for_each_step():
     assert found["grows"]["workers"].per_1000 == pytest.approx(100.0, rel=0.05)
 
 
+@pytest.mark.parametrize(("asked", "grows"), [(0.25, True), (0.0, False)])
+def test_writing_to_memory_that_was_there_before_is_no_growth(asked, grows):
+    """As to a buffer of fixed size, whose pages are used once something is in them."""
+    course = Course()
+    for number in range(2000):
+        course.add(*step(host=500.0 + 0.25 * number, asked=3000.0 + asked * number))
+    assert (course.found()["growth_bytes"] > 0) is grows
+
+
 TIME = np.linspace(0.0, 1.0, 300)
 NOISE = DRAW.lognormal(0.0, 0.3, 300)
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import random
 import sys
 import threading
 import time
@@ -215,6 +216,49 @@ def test_modules_without_weights_may_be_made_in_each_step():
         assert "created" not in loop.evidence().sites
     finally:
         loop.close()
+
+
+SEEDS = {
+    "once": (lambda step: random.seed(a=1) if step == 0 else None, False),
+    "in each step": (lambda step: random.seed(a=1), True),
+    "twice, others in each step": (lambda step: [random.seed(a=step) for _ in range(2)], False),
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_seed_that_each_step_sets_again_is_told_from_others(name, caplog):
+    (seed, is_found), model = SEEDS[name], torch.nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loop = follower.Follower("script", at_exit=lambda: None, recorded_steps=0)
+    try:
+        for step in range(30):
+            model(ROWS).square().mean().backward()
+            seed(step)
+            optimizer.step()
+        assert ("seeded" in loop.evidence().sites) is is_found
+    finally:
+        loop.close()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(("every", "is_found"), [(1, False), (10, True)])
+def test_passes_of_each_step_in_training_mode_are_no_evaluation(every, is_found):
+    """As those of a model that labels several augmented batches for itself."""
+    model = torch.nn.Sequential(torch.nn.LazyLinear(WIDTH), torch.nn.Dropout(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loop = follower.Follower("script", at_exit=lambda: None, recorded_steps=0)
+    try:
+        for step in range(40):
+            if step and step % every == 0:
+                with torch.no_grad():
+                    labels = [model(ROWS) for _ in range(3)]
+            (model(ROWS) - 1).square().mean().backward()
+            optimizer.step()
+        found = loop.evidence()
+    finally:
+        loop.close()
+    assert ("training-mode" in found.sites) is is_found, labels
+    assert found.rows == len(ROWS), "a lazy model is known"
 
 
 @pytest.mark.parametrize("is_moved_on", [True, False])

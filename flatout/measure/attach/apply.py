@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replace
 from flatout.measure.attach.items import keeping_items
 from flatout.measure.attach.sites import Sites
 from flatout.measure.attach.switches import Script, setting, switched
@@ -32,18 +31,16 @@ class Models:
         """Called with every model before its first call."""
         self._has_ended = False
         self._plain: Any = nn.Module.__call__
-        nn.Module.__call__ = self._call = self._noting()  # type: ignore[method-assign]
+        self._call = replace(nn.Module, "__call__", self._noting)
         register_optimizer_step_post_hook(self._end)
 
-    def _noting(self) -> Any:
+    def _noting(self, plain: Any) -> Any:
         """Return a `__call__` that notes a model, and is not there for the modules in it.
 
         torch.compile warns of global hooks, and compiles again when a function has changed.
         """
-        plain = self._plain
 
-        @functools.wraps(plain)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if self._has_ended or torch.compiler.is_compiling():
                 return plain(module, *args, **kwargs)
             current, nn.Module.__call__ = nn.Module.__call__, plain  # type: ignore[method-assign]
@@ -101,14 +98,6 @@ def apply(names: Sequence[str]) -> dict[str, str]:
         elif not edit.environment:
             make(name)
     return failed
-
-
-def replace(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Replace a function of a class or a module for the life of this process."""
-    plain = getattr(owner, name)
-    setattr(owner, name, functools.wraps(plain)(wrap(plain)))
 
 
 def keep_linked(copy: str) -> None:

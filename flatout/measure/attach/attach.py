@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from flatout.measure.attach.apply import Models, apply, keep_linked, replace
+from flatout.measure.attach.apply import Models, apply, keep_linked
 from flatout.measure.attach.follower import Follower
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replace
 from flatout.measure.attach.hooks import observing
 from flatout.measure.attach.request import LAST, RANK, SEEN, SO_FAR, Request
 from flatout.measure.attach.screening import Screening, Switches

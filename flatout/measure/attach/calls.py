@@ -7,7 +7,6 @@ permission. A marked call costs about two microseconds more. Nothing else become
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import threading
@@ -105,7 +104,6 @@ class MarkedCalls:
                 self._count(kind, frame, seconds)
 
         def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(plain)
             def marked(*args: Any, **kwargs: Any) -> Any:
                 thread = threading.get_ident()
                 if thread in self._inside:
@@ -138,15 +136,12 @@ def _calling_line(frame: FrameType | None) -> Line | None:
 
     An optimizer of torch, for example, reads its number of steps, which is in the host's memory.
     """
-    while frame is not None and _module(frame).startswith("torch._dynamo"):  # its wrapper
+    # its wrapper
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch._dynamo"):
         frame = frame.f_back
     if frame is None or not is_user_code(frame.f_code.co_filename):
         return None
     return frame.f_code.co_filename, frame.f_lineno
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _reads(tensor: Any, _result: Any) -> str | None:

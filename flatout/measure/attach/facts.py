@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import sys
 from itertools import pairwise
@@ -108,8 +109,9 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
         return {}
     groups, way = optimizer.param_groups, None
     module = sys.modules.get(type(optimizer).__module__)
-    if is_user_code(getattr(module, "__file__", None) or "<"):
-        way = "own"
+    file = getattr(module, "__file__", None) or "<"
+    if is_user_code(file):
+        way = "foreach" if "_foreach_" in "".join(linecache.getlines(file)) else "own"
     elif "foreach" in groups[0]:
         is_on_gpu = any(weights.is_cuda for group in groups for weights in group["params"])
         uses_foreach = groups[0].get("foreach")
@@ -147,10 +149,8 @@ def called_by(frame: FrameType | None) -> tuple[nn.Module, tuple[Any, ...]] | No
 
 def device_of(model: torch.nn.Module | None) -> str:
     """Return the device on which a loop computes."""
-    if model is not None:
-        for weights in model.parameters():
-            if weights.device.type == "cuda":
-                return str(weights.device)
-            return weights.device.type
+    weights = None if model is None else next(model.parameters(), None)
+    if weights is not None:
+        return str(weights.device) if weights.is_cuda else weights.device.type
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "cuda" if used else "cpu"

@@ -166,7 +166,7 @@ class Follower:
         """Steps in which a profiler or debugger of the script was on, and what it is."""
         self._has_anomaly_detection = self._in_autocast = self._mixes_rows = False
         self._rates, self._seeds = Rates(), dict[Any, Any]()
-        """The last seed of each package."""
+        """The last seed of each package, and its step."""
         self._passes_in_training_mode = 0
         """Passes of the model without gradients in training mode, since the last step."""
         self._looks_ahead: bool | None = None
@@ -177,7 +177,6 @@ class Follower:
         for owner, name, before in (
             (nn.Module, "__call__", self._before_call),
             (nn.Module, "train", self._before_mode),
-            (nn.Module, "register_parameter", self._before_weights),
             (torch.autograd, "backward", partial(self._before_backward, True)),
             (torch.autograd, "grad", partial(self._before_backward, False)),
             (torch, "manual_seed", partial(self._before_seed, torch)),
@@ -216,7 +215,6 @@ class Follower:
             self._timer, stack = PhaseTimer(), self._installed
             self._hooks = Hooks(self._timer)
             stack.enter_context(self._hooks.installed())
-            stack.enter_context(self._hooks.loaders_installed())
             stack.callback(atexit.unregister, self._at_exit)
             atexit.register(self._at_exit)
             self.stages = Stages(
@@ -316,14 +314,8 @@ class Follower:
 
     def waiting(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call what waits for a batch, or for a loader that opens, and return its result."""
-        is_timed = guarded(lambda: self._starts() and self._hooks.starts("data_wait"))()
-        if is_timed:
-            self.enter("data_wait")
-        try:
-            return call(*args)
-        finally:
-            if is_timed:
-                self.leave("data_wait")
+        timed = self._hooks.timed("data_wait", call) if guarded(self._starts)() else call
+        return timed(*args)
 
     @guarded
     def end_epoch(self) -> None:
@@ -381,11 +373,9 @@ class Follower:
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Callable[[], None] | None:
         """Divide forward passes from evaluation: calls that no other module makes."""
-        if self._is_inside or self.run is not None or self._is_off:
+        if self._is_inside or self.run is not None or self._is_off or torch._C._is_tracing():
             return None
-        if self.stages is not None and not self._starts():
-            return None
-        if self.stages is not None and self._timer.current in DATA:
+        if self.stages is not None and (not self._starts() or self._timer.current in DATA):
             return None
         if (owner := called_by(sys._getframe(1))) is not None:
             module, args, kwargs = *owner, {}
@@ -410,9 +400,9 @@ class Follower:
                     self._note_line("padding")
                 if self._sites is not None and self.steps < SITED_STEPS:
                     self._sites.note_forward(sys._getframe(1))
-                if self.stages is not None and self.stages.recording is not None:
+                if recorder := self.stages and self.stages.recording:
                     self._given.append((module, args, kwargs))
-                    self.stages.recording.inputs = plain_in((args, kwargs))
+                    recorder.inputs = plain_in((args, kwargs))
             if self.stages is not None:
                 self._set_evaluating(not is_training)
                 if is_training:
@@ -466,7 +456,7 @@ class Follower:
             self._evaluations_with_gradients += 1
             return False
         if key not in self._trained and self.stages is None:
-            size = sum(weights.numel() for weights in module.parameters())
+            size = sum(1 if nn.parameter.is_lazy(w) else w.numel() for w in module.parameters())
             if size and size >= self._parameters:  # without weights, it is a transform of the data
                 self.model, self._parameters = module, size
                 self._in_autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
@@ -481,9 +471,8 @@ class Follower:
 
     def _before_mode(self, module: nn.Module, mode: bool = True) -> Callable[[], None] | None:
         """Start an evaluation when the model's mode changes, before its data is read."""
-        if self._is_changing_mode or self.run is not None or self.stages is None:
-            return None
-        if not self._starts():
+        is_known = self.stages is not None and self.run is None and not self._is_changing_mode
+        if not (is_known and self._starts()):
             return None
         if self._trained.get(self._key(module)):
             self._set_evaluating(not mode)
@@ -492,19 +481,16 @@ class Follower:
         self._is_changing_mode = True  # the modules in it follow
         return partial(setattr, self, "_is_changing_mode", False)
 
-    def _before_weights(self, module: nn.Module, name: str, weights: Tensor | None) -> None:
-        """Note weights that are created after the first steps."""
-        if weights is not None and self.steps >= EARLY_STEP and not self._is_off:
-            self._note_line("created")
-
-    def _before_seed(self, package: Any, seed: Any = None, *_: object) -> None:
-        """Note a seed that is the one before again."""
+    def _before_seed(self, package: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a seed that an earlier step has set as its last one. Its own may be set twice."""
         if self.stages is None or self.run is not None or not self._starts():
             return
+        seed = (*args, *kwargs.values(), None)[0]
         if isinstance(seed, int) and self._timer.current != "evaluation":
-            if self._seeds.get(package) == seed:
+            step, last = self._seeds.get(package, (0, None))
+            if last == seed and step < self.steps:
                 self._note_line("seeded")
-            self._seeds[package] = seed
+            self._seeds[package] = self.steps, seed
 
     def _set_evaluating(self, is_evaluating: bool) -> None:
         if not is_evaluating:
@@ -558,8 +544,8 @@ class Follower:
         guarded(torch.autograd.Variable._execution_engine.queue_callback)(wait)
 
     def _note_loss(self, roots: list[Tensor], *, adds: bool) -> None:
-        if self.stages is not None and self.stages.recording is not None:
-            self.stages.recording.note_backward(roots, adds=adds)
+        if recorder := self.stages and self.stages.recording:
+            recorder.note_backward(roots, adds=adds)
         loss = loss_in(roots)
         if self._has_loss or loss is None:
             return
@@ -639,32 +625,32 @@ class Follower:
             update["padded_targets"] = recorder.padded_targets()
             float64_s = sum(recorder.found.seconds["float64"].values())
             update["float64_s"] = float64_s / stages.called_steps
-        lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
+        lines, here = dict[str, Line | None](), f"{Path.cwd()}{os.sep}"
         if kept_graphs := self._graphs.kept():
             self._look_at_variables()
-        update |= {"kept_graphs": kept_graphs, "kept_by": self._keeper}
+        update |= {"kept_graphs": kept_graphs, "kept_by": self._keeper or "a variable"}
         update["grown"], update["grown_by"] = self._grown
         calls = () if self._sites is None else guarded(self._sites.found)(None) or ()
         for kind, name in PLACES.items():
             made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}
             if len(made) == 1:  # its arguments are where it is made
                 (lines[name],) = made
-        if self._above:
-            lines["step"] = self._above[0]
-        if (origin := self._graphs.origin.line) is not None:
-            lines["not-finite"] = origin
-            update["bad_data"] = self._graphs.origin.is_data
-        if (clip := self._learning.unclipped) is not None:
-            lines["unclipped"] = clip
-        if (clip := self._learning.clipped[0]) is not None:
-            lines["clipped"] = clip
+        origin = self._graphs.origin
+        lines |= {
+            "step": next(iter(self._above), None),
+            "not-finite": origin.line,
+            "unclipped": self._learning.unclipped,
+            "clipped": self._learning.clipped[0],
+        }
+        update["bad_data"] = origin.is_data and origin.line is not None
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
-        by_line = self._lines.sites(steps)
-        for kind in ("created", "seeded"):
-            if self._lines.total(kind) < (steps - EARLY_STEP) / 2:
-                by_line.pop(kind, None)  # once for all that follow
+        by_line, half = self._lines.sites(steps), (steps - EARLY_STEP) / 2
+        if self._lines.total("seeded") < half:
+            by_line.pop("seeded", None)  # once for all that follow
         matters = self.model is not None and mode_matters(self.model)
-        if self._optimizers.has_others or not matters:  # a pass makes data for another model
+        # a pass makes data for another model, or in each step for this one
+        makes_data = self._optimizers.has_others or self._lines.total("training-mode") > half
+        if makes_data or not matters:
             by_line.pop("training-mode", None)
         sites |= by_line
         optimizer = self._optimizers.optimizer
@@ -683,12 +669,14 @@ class Follower:
         }
         if self._traced > steps / 2:
             update["tracer"] = self._tracer
-        with suppress(TypeError):  # it has no length
+        with suppress(Exception):  # of the script: it has no length
             update["dataset_rows"] = len(self._hooks.read[0]())
         late, worked = [plain_in(one[1:]) for one in self._given], recorder.rows if recorder else 0
         update |= self._inputs.found(late, worked) | self._hooks.found()
         update |= self._course.found()
-        update |= wasted(self._early_gradients, self.model, self._learning.first)
+        update["uneven"] |= bool(self._graphs.filling)
+        # whatever modules there are in the process
+        update |= guarded(wasted)(self._early_gradients, self.model, self._learning.first) or {}
         update |= self._learning.found(self.model)
         update |= optimizer_facts(optimizer)
         return found.model_copy(update=update | {"sites": {**found.sites, **sites}})

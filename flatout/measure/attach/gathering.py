@@ -26,7 +26,7 @@ def gathered(known: Evidence, stages: Stages, periodic_s: Mapping[str, float | N
     `periodic_s` is like `Stages.periodic_s`. None is what was not measured.
     """
     steps, extra_s = stages.ordinary.steps, sum(filter(None, periodic_s.values()))
-    usage, trace = stages.usage(), stages.trace  # reading it may add a note
+    trace = stages.trace  # reading it may add a note
     screened = stages.screening.screened if stages.screening else {}
     reasons = (reason for found in stages.compilations for reason in found.reasons)
     return known.model_copy(
@@ -40,11 +40,7 @@ def gathered(known: Evidence, stages: Stages, periodic_s: Mapping[str, float | N
                 name: stages.step_s / one.screened.median for name, one in screened.items()
             },
             "sites": sites(stages),
-            "other_busy_cores": usage["other_cores"],
-            "own_cores": usage["own_cores"],
-            "worker_cores": usage["worker_cores"],
-            "read_bytes_per_step": (read := usage["read_bytes"]) and read / steps,
-            "disk_stalled_s": (stalled_s := usage["stalled_s"]) and stalled_s / steps,
+            **stages.usage(),
             "recompile_reason": next(reasons, None),
             "notes": (*known.notes, *stages.notes),
         }

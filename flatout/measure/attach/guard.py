@@ -7,6 +7,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 LOG = logging.getLogger("flatout.watch")
@@ -32,6 +33,16 @@ def guarded(ours: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Any:
+    """Replace a function of a class or a module for the life of this process, and return ours."""
+    plain = getattr(owner, name)
+    ours = functools.wraps(plain)(wrap(plain))
+    if isinstance(owner, ModuleType):  # where pickle finds it, and another process the plain one
+        ours.__module__, ours.__qualname__ = owner.__name__, name
+    setattr(owner, name, ours)
+    return ours
+
+
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replace an attribute of a module or class inside the block, unless it does not have it."""
@@ -39,14 +50,12 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
     if plain is None:
         yield
         return
-    ours = wrap(plain)
-    setattr(owner, name, ours)
+    ours = replace(owner, name, wrap)
     try:
         yield
     finally:
-        if vars(owner).get(name) is not ours:  # somebody else replaced it since
-            pass
-        elif is_own:
-            setattr(owner, name, plain)
-        else:
-            delattr(owner, name)
+        if vars(owner).get(name) is ours:  # nobody else replaced it since
+            if is_own:
+                setattr(owner, name, plain)
+            else:
+                delattr(owner, name)

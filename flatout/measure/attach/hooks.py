@@ -6,7 +6,6 @@ are not timed.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import time
@@ -21,7 +20,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.inputs import Batches
@@ -40,9 +40,11 @@ SAVES = (
     ("accelerate.accelerator", "Accelerator.save_state"),
 )
 """Functions that write checkpoints, by the module that calls them. Only of imported modules."""
-COLLECTIVES = ["all_reduce", "barrier", "broadcast", "reduce", "gather", "scatter", "all_gather"]
-COLLECTIVES += ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"]
-COLLECTIVES += ["all_gather_object", "gather_object", "broadcast_object_list"]
+COLLECTIVES = (
+    *("all_reduce", "barrier", "broadcast", "reduce", "gather", "scatter", "all_gather"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"),
+    *("all_gather_object", "gather_object", "broadcast_object_list"),
+)
 """Functions of torch.distributed in which a rank waits for others."""
 BASE = "other"
 """The phase of a step's time that belongs to no other."""
@@ -58,7 +60,6 @@ def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Calla
     """
     before = guarded(before)
 
-    @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Result:
         if torch.compiler.is_compiling():
             return plain(*args, **kwargs)
@@ -141,40 +142,25 @@ class Hooks:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Time optimizers and saves inside the block."""
+        """Time optimizers, saves and the batches of every DataLoader of torch inside the block."""
         with ExitStack() as stack:
             stack.enter_context(self._timer.collecting_gc())
             stack.callback(register_optimizer_step_pre_hook(guarded(self._before_optimizer)).remove)
             stack.callback(register_optimizer_step_post_hook(guarded(self._after_optimizer)).remove)
             for name in COLLECTIVES if torch.distributed.is_available() else ():
-                waits = partial(self._timed, "communication")
+                waits = partial(self.timed, "communication")
                 stack.enter_context(replaced(torch.distributed, name, waits))
+            for loader, name in ((_BaseDataLoaderIter, "__next__"), (DataLoader, "__iter__")):
+                stack.enter_context(replaced(loader, name, partial(self.timed, "data_wait")))
             for module, name in SAVES:
                 kind, _, function = name.rpartition(".")
                 owner: Any = sys.modules.get(module)
                 owner = getattr(owner, kind, None) if kind else owner
                 if owner is not None:
-                    saved = partial(self._timed, "checkpoint")
-                    stack.enter_context(replaced(owner, function, saved))
+                    stack.enter_context(
+                        replaced(owner, function, partial(self.timed, "checkpoint"))
+                    )
             yield
-
-    @contextmanager
-    def loaders_installed(self) -> Iterator[None]:
-        """Time the batches of every torch DataLoader inside the block, for loops of frameworks."""
-        from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
-
-        with ExitStack() as stack:
-            for owner, name in ((_BaseDataLoaderIter, "__next__"), (DataLoader, "__iter__")):
-                stack.enter_context(replaced(owner, name, partial(self._timed, "data_wait")))
-            yield
-
-    def starts(self, phase: str) -> bool:
-        """Return whether a call that belongs to a phase is not part of another one now."""
-        if not self._is_ours():
-            return False
-        if phase == "data_wait":
-            return self._timer.current in OWN_WORK
-        return self._timer.current != phase
 
     def _is_ours(self) -> bool:
         return threading.get_ident() == self._timer.thread and not torch.compiler.is_compiling()
@@ -187,9 +173,9 @@ class Hooks:
             return None
         self._timer.enter("optimizer")
         if kwargs.get("closure") is not None:
-            return args, kwargs | {"closure": self._timed(BASE, kwargs["closure"])}
+            return args, kwargs | {"closure": self.timed(BASE, kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._timed(BASE, args[1]), *args[2:]), kwargs
+            return (args[0], self.timed(BASE, args[1]), *args[2:]), kwargs
         return None
 
     def _after_optimizer(self, *_: object) -> None:
@@ -204,21 +190,22 @@ class Hooks:
             with suppress(TypeError):  # a list cannot be referred to, and is in memory anyway
                 self.read = weakref.ref(batches._dataset), batches._collate_fn
 
-    def _timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
+    def timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function whose calls are timed as a phase, and saves by their lines."""
 
-        @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Result:
-            if phase == "data_wait" and self._timer.current in (*OWN_WORK, phase):
+            now, is_wait = self._timer.current, phase == "data_wait"
+            is_part = now not in OWN_WORK if is_wait else now == phase
+            if is_wait and (now == phase or not is_part):
                 guarded(self._note_loader)(args[0])
-            if not self.starts(phase):
+            if is_part or not self._is_ours():
                 return plain(*args, **kwargs)
             before_s = self._timer.seconds[phase]
-            before = moment() if phase == "data_wait" else (0.0, 0.0)
+            before = moment() if is_wait else (0.0, 0.0)
             try:
                 with self._timer.phase(phase):
                     returned = plain(*args, **kwargs)
-                if phase == "data_wait":
+                if is_wait:
                     guarded(self._note_wait)(args[0], before)
                     guarded(self.batches.look)(returned)
                 return returned

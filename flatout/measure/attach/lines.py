@@ -24,7 +24,7 @@ from typing import IO, Self
 from flatout.config.registry import PACKAGE_DIR, is_user_code
 from flatout.errors import FlatoutError
 from flatout.measure.attach.guard import guarded
-from flatout.measure.evidence import FAILURES, CallSite, Failure
+from flatout.measure.evidence import FAILURES, LINES, CallSite, Failure
 
 INTERVAL_S = 0.004
 """Time between two samples."""
@@ -53,20 +53,13 @@ OWN = str(PACKAGE_DIR / "measure")
 """Start of the files that measure."""
 LOOP = str(PACKAGE_DIR / "training" / "loop.py")
 """The file of flatout's training loop."""
-KINDS = {
-    "data_wait": "data",
+KINDS = LINES | {
     "copy": "copy",
     "communication": "communication",
-    "compute": "compute",
-    "forward": "compute",
-    "backward": "backward",
-    "optimizer": "optimizer",
     "logging": "logging",
-    "checkpoint": "save",
-    "evaluation": "evaluation",
     "gc": "gc",
     "other": "python",
-    None: "python",
+    "": "python",
 }
 """Kind of the lines in `Evidence.sites`, by the phase in which they run."""
 
@@ -75,6 +68,7 @@ Line = tuple[str, int]
 
 _THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in ')
+# what is not ASCII in the name of a file
 _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
@@ -115,14 +109,14 @@ class LineTotals:
             known = [line for line in counts if counts[line] >= at_least]
             known.sort(key=lambda line: (-seconds[line], -counts[line], line))
             found[kind] = tuple(
-                CallSite(
-                    file=line[0],
-                    line=line[1],
-                    text=line_of(*line),
-                    seconds_per_step=seconds[line] / max(steps, 1) or None,
-                    caller=site_at(self.callers.get(line)),
+                site.model_copy(
+                    update={
+                        "seconds_per_step": seconds[line] / max(steps, 1) or None,
+                        "caller": site_at(self.callers.get(line)),
+                    }
                 )
                 for line in known[:MOST_SITES]
+                if (site := site_at(line))
             )
         return found
 
@@ -138,7 +132,7 @@ def site_of(error: BaseException) -> CallSite | None:
         error = error.__cause__
     frames = traceback.walk_tb(error.__traceback__)
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
-    return site_at(next((line for line in reversed(lines) if is_user_code(line[0])), None))
+    return site_at(user_line(lines[::-1]))
 
 
 def failure_of(error: BaseException, step: int) -> Failure:
@@ -210,7 +204,8 @@ def stacks_in(file: IO[bytes]) -> dict[int, list[Line]]:
         if thread := _THREAD.match(line):
             stack = found[int(thread[1], 16)] = []
         elif frame := _FRAME.match(line):
-            stack.append((_unescaped(frame[1]), int(frame[2])))
+            name = _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), frame[1])
+            stack.append((name, int(frame[2])))
     return found
 
 
@@ -219,11 +214,6 @@ def memory_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("stacks"), "r+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
-
-
-def _unescaped(name: str) -> str:
-    """Return a file name of the fault handler, which escapes what is not ASCII."""
-    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), name)
 
 
 def pause_s(interval_s: float, elapsed_s: float) -> float:
@@ -316,7 +306,7 @@ class LineSampler:
                 sys.setswitchinterval(self._switch_s)  # its turns would become shorter, too
         if not is_of_phase:
             return
-        kind = KINDS.get(phase, "python")
+        kind = KINDS.get(phase or "", "python")
         stack = stacks.get(self._watched, [])
         found = user_line(stack)
         inner = itertools.takewhile(lambda line: line != found, stack)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -58,6 +59,10 @@ PAIRED = ("Div", "Mul", "Cat", "Bmm", "Sum")
 ARRANGES = re.compile(
     "(Unsafe)?View|Reshape|Transpose|Permute|T0|TBack|.*queeze|Select|Slice|Clone"
 )
+LIMIT = re.compile("(?i)(capacity|maxlen|max_?size|(buffer|memory|replay|queue)_?(size|len))$")
+"""Names of numbers that say how long a container beside them becomes."""
+WRITES = re.compile("(?!__).*_|__(set|setitem|i(add|sub|mul|truediv))__")
+"""Functions that change their first argument."""
 MOST_DEEP, KEPT = 3, 9
 """Objects in objects that are looked at, and fewest graphs in one that are those of steps."""
 MOST_ATTRIBUTES = 100
@@ -112,6 +117,8 @@ class CallRecorder(TorchFunctionMode):
         """Which of them has the tokens that a loss predicts from those before."""
         self._weights: Any = WeakIdKeyDictionary()
         """Those that were used before, and whether an optimizer has them."""
+        self._places = set[int]()
+        """Addresses of the weights that optimizers have."""
         self._fresh: list[tuple[weakref.ref[Parameter], Line]] = []
         """Those that were not used before this step, and where."""
         self._steps = self._calls = 0
@@ -175,6 +182,7 @@ class CallRecorder(TorchFunctionMode):
         for group in optimizer.param_groups:
             for weights in group["params"]:
                 self._weights[weights] = True
+                self._places.add(weights.data_ptr())
                 if weights.grad is not None:
                     self.trains |= self._made.get(weights.grad, set())
 
@@ -212,6 +220,8 @@ class CallRecorder(TorchFunctionMode):
         line = user_frame(sys._getframe(1))
         if line is None:
             return
+        if WRITES.fullmatch(name) and self._has_any(tree_leaves(args[:1])):
+            self.found.add("written", line, seconds)
         given = tree_leaves(args) if SEQUENCES.fullmatch(name) else args
         weights = next((one for one in given if isinstance(one, Parameter)), None)
         if weights is not None and result is not None and result.dim() and "embed" not in name:
@@ -219,7 +229,6 @@ class CallRecorder(TorchFunctionMode):
             self.rows = max(self.rows, self._rows[id(weights)])
         if self.work is not None:
             self.work.note(func, args, kwargs, returned, line, seconds)
-        self._note_rewritten(func, args, line, seconds)
         if result is None:
             return
         self.found.add("op", line, 0.0)
@@ -247,23 +256,22 @@ class CallRecorder(TorchFunctionMode):
                 self.found.add("broadcast", line, seconds)
         if name.endswith(("cross_entropy", "_loss", "_logits")):
             self._note_loss(name, two, kwargs or {}, line, seconds)
-        weights = every[1] if name == "multi_head_attention_forward" else None
-        if weights is not None and weights.shape[-1] >= MIN_ATTENTION:  # nn.MultiheadAttention's
-            self.found.add("softmax", line, seconds)
-        square = result.shape[-2:]
-        if name == "softmax" and result.dim() > 2 and square[0] == square[1] >= MIN_ATTENTION:
+        pairs = every[1] if name == "multi_head_attention_forward" else None
+        if name == "softmax" and result.dim() > 2 and result.shape[-1] == result.shape[-2]:
+            pairs = result
+        if pairs is not None and pairs.shape[-1] >= MIN_ATTENTION:
             self.found.add("softmax", line, seconds)
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
 
-    def _note_rewritten(self, func: Any, args: tuple[Any, ...], line: Line, seconds: float) -> None:
-        """Note what writes weights that an optimizer updates."""
-        is_set = getattr(func, "__self__", None) is Tensor.data  # weights.data = ...
-        if is_set or (func.__name__.endswith("_") and not func.__name__.endswith("__")):
-            written = {one.data_ptr() for one in tree_leaves(args[:1]) if isinstance(one, Tensor)}
-            updated = (one for one, is_updated in self._weights.items() if is_updated)
-            if written and any(one.data_ptr() in written for one in updated):
-                self.found.add("rewritten", line, seconds)
+    def _has_any(self, every: list[Any]) -> bool:
+        """Return whether some values are those of weights that an optimizer has."""
+        with suppress(RuntimeError):  # a sparse one has no address
+            return any(
+                self._weights.get(one) or one.data_ptr() in self._places
+                for one in filter(torch.is_tensor, every)
+            )
+        return False
 
     def sorted_classes(self, steps: int) -> int | None:
         """Return the number of classes in successive steps, if each step has few of them."""
@@ -360,6 +368,8 @@ class Graphs:
         self.origin = Origin()
         self._sizes: dict[str, int] = {}
         """Lengths of the script's containers after some steps."""
+        self.filling = ""
+        """A container that grows up to a length which the script states."""
 
     def mark(self, loss: Tensor) -> None:
         """Mark the graph of a step by its loss, and a node below it."""
@@ -384,11 +394,17 @@ class Graphs:
         That is "hooks", "tensors", in this order before others, or "". No name: none grows.
         """
         held, found = held_by(frame), list[tuple[bool, bool, int, str]]()
+        self.filling = ""
         for name, size in _sizes(held).items():
-            is_bounded = getattr(held.get(name), "maxlen", None) is not None
-            grown = 0 if is_bounded else size - self._sizes.get(name, size)
+            grown = size - self._sizes.get(name, size)
             if grown >= len(self._marks) / 2 > EARLY_STEP:
-                each = held.get(name, ())  # a cache shows only its size
+                path, each = name.rpartition(".")[0], held.get(name, ())  # a cache has only a size
+                beside = (one for key, one in held.items() if key.rpartition(".")[0] == path)
+                limits = (one for one in beside if type(one) is int)
+                most = getattr(each, "maxlen", None) or max(limits, default=0)
+                if size <= most:
+                    self.filling = name if size < most else self.filling
+                    continue
                 kept = each.values() if isinstance(each, dict) else each
                 has_tensors = any(isinstance(one, Tensor) for one in tree_leaves([*kept][-1:]))
                 found.append((name.endswith("_hooks"), has_tensors, grown, name))
@@ -398,7 +414,7 @@ class Graphs:
 
 def _sizes(held: dict[str, Any]) -> dict[str, int]:
     """Return the lengths of containers, and those of the caches of user code's functions."""
-    found = {name: len(one) for name, one in held.items() if not isinstance(one, Tensor)}
+    found = {name: len(one) for name, one in held.items() if not isinstance(one, (int, Tensor))}
     for module in [*sys.modules.values()]:
         names = getattr(module, "__dict__", {})
         if not is_user_code(str(names.get("__file__") or "<")):
@@ -412,7 +428,7 @@ def _sizes(held: dict[str, Any]) -> dict[str, int]:
 
 
 def held_by(frame: FrameType | None) -> dict[str, Any]:
-    """Return the tensors and containers that the calling user code can reach, by their names.
+    """Return the tensors, containers and limits that the calling user code can reach, by names.
 
     Of a model, these are those that its modules have besides their weights.
     """
@@ -421,6 +437,8 @@ def held_by(frame: FrameType | None) -> dict[str, Any]:
         held = [*seen_in(frame).items()] if is_user_code(frame.f_code.co_filename) else []
         for name, value in held:
             kind = type(value)  # a proxy may not want to be asked
+            if kind is int and LIMIT.search(name):
+                found[name] = value
             is_ours = kind.__module__.startswith("flatout.")
             # a dataset may keep its rows
             if id(value) in seen or is_ours or issubclass(kind, (ModuleType, Dataset, DataLoader)):
@@ -456,20 +474,19 @@ def keeper_of_graphs(frame: FrameType | None) -> str:
     It is a container of tensors with graphs, or a long sum of losses. "" without one.
     """
     for name, value in held_by(frame).items():
+        if type(value) is int:
+            continue
         if isinstance(value, Tensor):
             some = itertools.islice(_chain(value.grad_fn), 4 * KEPT)  # of a running average, too
             terms = itertools.takewhile(lambda node: OF_SUMS.match(node.name()), some)
             nodes = [node for node in terms if node.name() == "AddBackward0"][:KEPT]
         else:
             kept = value.values() if isinstance(value, dict) else value
-            nodes = [each for each in [*kept][-KEPT:] if any(map(_has_graph, tree_leaves(each)))]
+            last = [tree_leaves(each) for each in [*kept][-KEPT:]]
+            nodes = [e for e in last if any(one.grad_fn for one in filter(torch.is_tensor, e))]
         if len(nodes) == KEPT:
             return name
     return ""
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _maker(node: Any) -> str:

@@ -105,16 +105,14 @@ class Screening:
     ) -> Generator[None, None, None]:
         """Screen changes in a share of the time, and keep those that gain on top of each other."""
         yield from self._in_turns(names, share)
-        for name in sorted(filter(self._gains, names), key=self._rank):
+        # the largest gains first, of which the order of the table decides ties
+        gain = {name: self.screened[name].screened.median for name in filter(self._gains, names)}
+        for name in sorted(gain, key=lambda name: -round(5 * math.log(gain[name]))):
             if self.screened[name].against != self._on():
                 yield from self._in_turns([name], 0.1)
             if self._gains(name):
                 stack.enter_context(self._switches[name]())
                 self.kept.append(name)
-
-    def _rank(self, name: str) -> int:
-        """Return a number that is smaller for larger gains. The order of the table decides ties."""
-        return -round(5 * math.log(self.screened[name].screened.median))
 
     def _gain(self, name: str) -> Figure:
         """Return how many times faster a change is, by the usual noise of all so far."""

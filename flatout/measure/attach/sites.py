@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import os
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from flatout.config.registry import is_user_code
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replace
 from flatout.measure.attach.request import Site
 
 MOST_CALLERS = 4
@@ -119,7 +118,6 @@ class Sites:
 
     def _watch(self, owner: Any, name: str, kind: str) -> None:
         """Replace a function by one that records its calls, if they do what an edit takes away."""
-        plain = getattr(owner, name)
 
         @guarded
         def record(frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,16 +127,18 @@ class Sites:
                 receiver = next(iter(args), None) if isinstance(owner, type) else None
                 self._record(kind, name, receiver, frame)
 
-        @functools.wraps(plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if kind in self.ignored and is_user_code(sys._getframe(1).f_code.co_filename):
-                return None
-            result = plain(*args, **kwargs)
-            if not torch.compiler.is_compiling():
-                record(sys._getframe(1), args, kwargs)
-            return result
+        def recorded(plain: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if kind in self.ignored and is_user_code(sys._getframe(1).f_code.co_filename):
+                    return None
+                result = plain(*args, **kwargs)
+                if not torch.compiler.is_compiling():
+                    record(sys._getframe(1), args, kwargs)
+                return result
 
-        setattr(owner, name, call)
+            return call
+
+        replace(owner, name, recorded)
 
     def _record(self, kind: str, name: str, receiver: Any, frame: FrameType | None) -> None:
         """Note a call of a function, or of a method or constructor of `receiver`."""

@@ -6,7 +6,6 @@ a stage is a generator that yields once per step.
 
 from __future__ import annotations
 
-import functools
 import sys
 import tempfile
 import threading
@@ -181,7 +180,7 @@ class Stages:
             yield from self._ordinary(lambda steps, seconds: not self._is_enough(self))
         if self.screening is not None:
             self.name = "screened"
-            is_busy = (self.usage()["other_cores"] or 0.0) > BUSY_CORES
+            is_busy = (self.usage()["other_busy_cores"] or 0.0) > BUSY_CORES
             yield from self.screening.run(on_gpu=self.on_gpu, is_busy=is_busy)
 
     def start_step(self) -> bool:
@@ -239,10 +238,11 @@ class Stages:
         return self.device.startswith("cuda")
 
     def usage(self) -> dict[str, float | None]:
-        """Return what the ordinary steps up to now used of the machine, as `Usage.between`."""
+        """Return what an ordinary step up to now used of the machine, as `Usage.between`."""
         ends = [usage_now()] if len(self._usages) % 2 else []
         every = [*self._usages, *ends]
-        return Usage.between(list(zip(every[::2], every[1::2], strict=True)))
+        spans = list(zip(every[::2], every[1::2], strict=True))
+        return Usage.between(spans, self.ordinary.steps)
 
     @cached_property
     def trace(self) -> Trace | None:
@@ -439,7 +439,6 @@ def giving_way(stack: ExitStack) -> Iterator[list[object]]:
     others: list[object] = []
 
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
         def start(profiler: object, *args: Any, **kwargs: Any) -> Any:
             if not others:
                 others.append(profiler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -109,25 +108,24 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
 
     The class's method is replaced, since a model may be copied and pickled.
     """
-    plain, device = type(model).forward, next(model.parameters()).device.type
+    device = next(model.parameters()).device.type
 
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not model:
-            return plain(self, *args, **kwargs)
-        with torch.autocast(device, torch.bfloat16):
-            return in_fp32(plain(self, *args, **kwargs))
+    def in_autocast(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not model:
+                return plain(self, *args, **kwargs)
+            with torch.autocast(device, torch.bfloat16):
+                return in_fp32(plain(self, *args, **kwargs))
+
+        return forward
 
     def in_fp32(out: Any) -> Any:
         if torch.is_tensor(out) and out.dtype == torch.bfloat16:
             return out.float()
         return type(out)(map(in_fp32, out)) if type(out) in (tuple, list) else out
 
-    type(model).forward = forward
-    try:
+    with replaced(type(model), "forward", in_autocast):
         yield
-    finally:
-        type(model).forward = plain
 
 
 def execute(lines: Sequence[str], names: dict[str, Any]) -> None:

@@ -24,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB
-from flatout.measure.attach.apply import replace
-from flatout.measure.attach.guard import guarded
+from flatout.measure.attach.guard import guarded, replace
 from flatout.measure.attach.hooks import observing
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import Answer, Request

@@ -147,13 +147,26 @@ def rule(**options: str) -> Callable[[Callable[[Evidence], Found | None]], Rule]
 def row(
     name: str,
     summary: str,
-    loss: Callable[[Evidence], Loss],
+    loss: Callable[[Evidence], Loss] | Harm | float | tuple[str, float],
     says: str,
     *ways: Way,
     **options: str,
 ) -> Rule:
-    """Return a rule of its loss, its sentence and its remedies. `options` are fields of `Rule`."""
-    return Rule(name, summary, lambda evidence: (loss(evidence), says, ways), **options)
+    """Return a rule of its loss, its sentence and its remedies. `options` are fields of `Rule`.
+
+    A `Harm` as the loss is that of each line of its `site`. A number is the least share of the step
+    that such a line takes, or that a fact does, by its name.
+    """
+
+    def lost(evidence: Evidence) -> Loss:
+        if callable(loss):
+            return loss(evidence)
+        if isinstance(loss, tuple):
+            return evidence.share(getattr(evidence, loss[0]), loss[1])
+        site = evidence.site(options.get("site", ""))
+        return evidence.share(site, loss) if isinstance(loss, float) else site and loss
+
+    return Rule(name, summary, lambda evidence: (lost(evidence), says, ways), **options)
 
 
 @cache

@@ -31,8 +31,9 @@ def unstable_training(evidence: Evidence) -> Found | None:
     """The loss diverges, or rises and stays up, or float16 keeps overflowing."""
     losses, level, rise = evidence.losses or (), Level(MARGIN), None
     lost = next((step for step, loss in losses if not math.isfinite(loss)), None)
-    # a loss of both signs is a difference, as of rewards, whose level means nothing
-    if lost is None and all(loss > 0 for _, loss in losses):
+    # a loss of both signs is a difference, as of rewards, whose level means nothing, and rows that
+    # grow with the steps may be harder
+    if lost is None and "size" not in evidence.grows and all(loss > 0 for _, loss in losses):
         for step, loss in losses:
             rise = level.see(step, math.log(loss)) or rise
     text = ""

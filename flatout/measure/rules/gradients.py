@@ -19,7 +19,7 @@ GRADIENTS = [
     row(
         "broadcast-loss",
         "The loss broadcasts a column against a row, which compares all pairs of rows.",
-        lambda e: e.site("broadcast") and "spoils",
+        "spoils",
         "Tensors of the shapes (n, 1) and (n,) are broadcast to (n, n): every prediction is "
         "compared with every target.",
         "Give both one shape: predictions.squeeze(1).",
@@ -38,7 +38,7 @@ GRADIENTS = [
     row(
         "created-weights",
         "Weights are created in each step, so that they never learn.",
-        lambda e: e.site("created") and "spoils",
+        "spoils",
         "Each step creates weights at {site}: they are random every time, and no optimizer knows "
         "them.",
         "Create the module once, in __init__, before the optimizer gets model.parameters().",
@@ -47,7 +47,7 @@ GRADIENTS = [
     row(
         "discarded-gradients",
         "Gradients are computed, and cleared before an optimizer uses them.",
-        lambda e: (place := e.site("discarded")) and e.share(place.seconds_per_step, 0.1),
+        0.1,
         "{share:.0%} of each step computes gradients, in the backward pass at {site}, that are "
         "cleared before an optimizer uses them.",
         "Call zero_grad() only after the step() that uses the gradients. If that loss should not "
@@ -59,9 +59,7 @@ GRADIENTS = [
     row(
         "dropped-graphs",
         "Much of the forward pass builds graphs that no backward pass goes through.",
-        lambda e: e.share(
-            sum(one.seconds_per_step or 0 for one in e.sites.get("dropped", ())), 0.15
-        ),
+        lambda e: e.share(e.seconds_at("dropped"), 0.15),
         "{share:.0%} of each step computes results with graphs that no backward pass goes through, "
         "most of it at {site}.",
         "Remove what is not used, or compute it under torch.no_grad(), when it is looked at.",
@@ -90,7 +88,7 @@ GRADIENTS = [
     row(
         "lost-gradients",
         "Gradients of some backward passes of a step are cleared, and others are used.",
-        lambda e: e.site("lost") and "spoils",
+        "spoils",
         "Gradients of the backward pass at {site} are cleared before the optimizer uses them, "
         "except for those of the last passes: it learns nothing from the other micro-batches.",
         "Call zero_grad() once per optimizer.step(), after it, and not for each micro-batch.",
@@ -129,7 +127,7 @@ GRADIENTS = [
     row(
         "probabilities-as-logits",
         "A loss that takes logits is given probabilities, so that gradients are small.",
-        lambda e: e.site("normalised") and "spoils",
+        "spoils",
         "The loss at {site} is given probabilities, the result of a softmax or sigmoid, and takes "
         "logits, or F.nll_loss their logarithms.",
         "Give it the logits: F.cross_entropy has the softmax in it, "
@@ -139,7 +137,7 @@ GRADIENTS = [
     row(
         "repeated-backward",
         "Backward passes of one step go through the same graph again.",
-        lambda e: (place := e.site("again")) and e.share(place.seconds_per_step, 0.1),
+        0.1,
         "{share:.0%} of each step goes backward again through the graph that the pass at {site} "
         "keeps.",
         "Call detach() on what should not be differentiated again: a state that is carried over, "
@@ -233,7 +231,7 @@ GRADIENTS = [
         "{e.undone:.0%} of each update of {e.watched_optimizer} is taken back before the next one.",
         "Look for what else writes the weights: a moving average in place of its copy, a "
         "load_state_dict() or an initialisation in the loop.",
-        site="rewritten optimizer",
+        site="written optimizer",
     ),
     row(
         "unlearned-weights",

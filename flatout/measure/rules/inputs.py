@@ -39,7 +39,7 @@ INPUTS = [
     row(
         "same-randomness",
         "Each step sets the same random seed.",
-        lambda e: e.site("seeded") and "spoils",
+        "spoils",
         "Each step sets the seed at {site} to the number that it has already: dropout, noise, "
         "shuffling and augmentation are the same every time.",
         "Set the seed once, before the loop.",
@@ -83,7 +83,7 @@ INPUTS = [
     row(
         "unshifted-targets",
         "A language model's targets are its unshifted inputs.",
-        lambda e: e.site("unshifted") and "spoils",
+        "spoils",
         "The targets of the loss at {site} are the tokens that the model is given: it learns to "
         "repeat them. Only an autoencoder does so by design.",
         "Predict the next token: logits[:, :-1] with tokens[:, 1:].",

@@ -6,7 +6,7 @@ import math
 
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.measure.evidence import MOST_WORKERS, Evidence
-from flatout.measure.rules import Found, Remedy, rule, speedup
+from flatout.measure.rules import Found, Remedy, row, rule, speedup
 
 SLOW = 0.1
 """Share of the step from which waiting for data, and slower settings, are a finding."""
@@ -71,17 +71,15 @@ def costly_workers(evidence: Evidence) -> Found:
     )
 
 
-@rule(site="checkpointed recomputed")
-def needless_recomputing(evidence: Evidence) -> Found | None:
-    """Activations are recomputed although memory is free."""
-    lines = evidence.sites.get("recomputed", ())
-    share = evidence.share(sum(one.seconds_per_step or 0.0 for one in lines), SLOW)
-    return (
-        0 < evidence.used_share < HALF and evidence.peak_gib and share,
-        "{share:.0%} of each step computes parts of the forward pass once more, although only "
-        "{e.peak_gib:.1f} of {e.total_gib:.1f} GiB of memory are used.",
-        ("Call the modules without torch.utils.checkpoint, or checkpoint only some of them.",),
-    )
+NEEDLESS = row(
+    "needless-recomputing",
+    "Activations are recomputed although memory is free.",
+    lambda e: 0 < e.used_share < HALF and e.peak_gib and e.share(e.seconds_at("recomputed"), SLOW),
+    "{share:.0%} of each step computes parts of the forward pass once more, although only "
+    "{e.peak_gib:.1f} of {e.total_gib:.1f} GiB of memory are used.",
+    "Call the modules without torch.utils.checkpoint, or checkpoint only some of them.",
+    site="checkpointed recomputed",
+)
 
 
 def more_workers(evidence: Evidence, share: float) -> Remedy:

@@ -43,7 +43,7 @@ def cpu_threads(evidence: Evidence) -> Found | None:
     """Operations on the CPU use fewer threads than there are cores, or more."""
     threads, cores = evidence.threads or 0, evidence.cores or 0
     spare, work_s = cores - threads, evidence.work_s + (evidence.optimizer_s or 0.0)
-    is_used = 0 <= spare < (evidence.other_busy_cores or 0.0) + 0.5
+    is_used = 0 <= spare < (evidence.other_busy_cores or 0.0) + (evidence.worker_cores or 0.0) + 0.5
     if evidence.device != "cpu" or not threads or evidence.world_size > 1 or is_used:
         return None
     few = spare > 0 and evidence.step_s

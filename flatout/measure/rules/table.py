@@ -98,6 +98,8 @@ def rarer(text: str, left: float, *keys: str) -> Way:
 ADVICE = (
     (r"deepcopy\(", "Copy only the weights that must be kept, and only when they are the best."),
     (r"\bsleep\(", "Remove the sleep."),
+    (r"\benvs?\.step\(", "Step several environments at once, each in its own process, and give the "
+     "model all of their states in one call."),
     (r"next\(iter\(", "Make the iterator once, before the loop."),
     (r"\bprint\(|logg(er|ing)\.|\.write\(|json\.dump", "Write less, or every few hundred steps."),
     (r"\bre\.|json\.loads|Image\.|imread|tokeniz", "Prepare the data once, before training, or in "
@@ -170,9 +172,7 @@ ROWS = [
         "busy-threads",
         "A thread of the script polls, and the loop waits for Python's lock.",
         lambda e: (
-            (place := e.site("thread"))
-            and POLLING.fullmatch(place.text)
-            and e.share(place.seconds_per_step, 0.25)
+            (place := e.site("thread")) and POLLING.fullmatch(place.text) and e.share(place, 0.25)
         ),
         "A thread beside the loop polls without a pause, at {site}. Python runs one thread at a "
         "time, so the loop waits for it.",
@@ -208,7 +208,7 @@ ROWS = [
     row(
         "costly-line",
         "A line that uses no weights takes a large part of each step.",
-        lambda e: (place := e.site("line")) and e.share(place.seconds_per_step, COSTLY),
+        COSTLY,
         "{share:.0%} of each step is the work of {site}, which uses no weights, its part of the "
         "backward pass included.",
         by_text("line", COSTLY_ADVICE),
@@ -315,14 +315,15 @@ ROWS = [
     row(
         "frequent-evaluation",
         "Evaluations take a noticeable share of the run.",
-        lambda e: e.share(e.evaluation_s, 0.2),
+        ("evaluation_s", 0.2),
         "Evaluations take {share:.0%} of the run{e.evaluation_words}.",
         lambda e, _: (
             e.evaluates_with_gradients
             and "Evaluate in torch.inference_mode(): its passes build graphs for nothing."
         ),
         rarer("Evaluate less often: {set}.", 0.05, "train.eval_every"),
-        "Evaluate less often, or on less data.",
+        "Evaluate less often, or on less data. If these passes make what is trained on, make more "
+        "of it in one pass.",
         site="evaluating",
     ),
     row(
@@ -338,7 +339,7 @@ ROWS = [
     row(
         "garbage-collection",
         "Python's garbage collector takes a noticeable share of each step.",
-        lambda e: e.share(e.gc_s, 0.03),
+        ("gc_s", 0.03),
         "Python's garbage collector takes {share:.0%} of each step.",
         speedup("gc", "Collect at fixed steps only: {set}."),
         "Call gc.freeze() and gc.disable() before the loop, and gc.collect() only every few "
@@ -372,7 +373,7 @@ ROWS = [
             ((e.kept_graphs or 0.0) > 0.5 or (e.growth_bytes and e.grown and e.grown == e.kept_by))
             and "spoils"
         ),
-        "The graph of each step is kept by {e.keeper}, so memory and time grow with the steps.",
+        "The graph of each step is kept by {e.kept_by}, so memory and time grow with the steps.",
         "Keep numbers, not tensors with gradients: a list or a sum of losses or outputs takes "
         "loss.item() or output.detach().",
         shows="growth_mib",
@@ -381,7 +382,9 @@ ROWS = [
         "growing-work",
         "A line makes more calls in each step, or gives them more tensors, than in the one before.",
         lambda e: (
-            (place := e.site("growing")) and (e.share(place.seconds_per_step, 0.05) or "warns")
+            (place := e.site("growing"))
+            and (e.grown or "size" not in e.grows)  # a curriculum gives it more on purpose
+            and (e.share(place, 0.05) or "warns")
         ),
         "The work of {site} grows with every step.",
         "Look for what is added in each step and never removed, such as hooks or the values of "
@@ -443,7 +446,7 @@ ROWS = [
     row(
         "looped-calls",
         "A line uses the same weights in many calls of one pass, which could be one call.",
-        lambda e: (place := e.site("looped")) and e.share(place.seconds_per_step, COSTLY),
+        COSTLY,
         "{share:.0%} of each step is the work of {site}, which uses the same weights in call after "
         "call of one pass.",
         "Give it all steps of the sequence, or all rows of the batch, in one call: nn.LSTM takes a "
@@ -503,7 +506,7 @@ ROWS = [
     row(
         "pageable-copies",
         "Batches are copied to the GPU from memory that is not pinned, so the host waits.",
-        lambda e: e.share(e.pageable_copy_s, 0.02),
+        ("pageable_copy_s", 0.02),
         "{share:.0%} of each step copies batches to the GPU from memory that is not pinned.",
         speedup("loader", "Copy from pinned memory in the background: {set}."),
         "Use DataLoader(pin_memory=True), and copy with .to(device, non_blocking=True).",
@@ -540,9 +543,7 @@ ROWS = [
     row(
         "repeated-work",
         "A line computes the same from the same values in every step.",
-        lambda e: e.share(
-            sum(one.seconds_per_step or 0.0 for one in e.sites.get("repeated", ())), 0.1
-        ),
+        lambda e: e.share(e.seconds_at("repeated"), 0.1),
         "{share:.0%} of each step computes at {site} what it computed in the step before, from "
         "the same values.",
         "Compute it once, before the loop, and keep the result. Of a frozen part of the model, "
@@ -556,7 +557,7 @@ ROWS = [
             not (tiny_share(e) and e.at("op") == e.at("own"))
             and e.share(
                 min(
-                    sum(line.seconds_per_step or 0.0 for line in e.sites.get("own", ())),
+                    e.seconds_at("own"),
                     # on a GPU, they only cost time where it idles meanwhile
                     (e.host_s or 0.0) if e.on_gpu else math.inf,
                 ),
@@ -572,7 +573,7 @@ ROWS = [
     row(
         "slow-logging",
         "Logging and callbacks take a noticeable share of each step.",
-        lambda e: e.share(e.logging_s, 0.05),
+        ("logging_s", 0.05),
         "Logging and callbacks take {share:.0%} of each step.",
         lambda e, _: (
             (e.setting("log.every") or 10) < 10
@@ -600,7 +601,7 @@ ROWS = [
     row(
         "slow-save",
         "Saves block the loop for a noticeable share of the run.",
-        lambda e: e.share(e.checkpoint_s, 0.05),
+        ("checkpoint_s", 0.05),
         "Saving checkpoints takes {share:.0%} of the run.",
         # on a CPU, the writing thread takes the cores that train
         lambda e, _: e.on_gpu and IN_BACKGROUND(e, 0.0),
@@ -675,7 +676,7 @@ ROWS = [
     row(
         "unused-results",
         "Much of a matmul's result has no effect on the loss.",
-        lambda e: (place := e.site("unused")) and e.share(place.seconds_per_step, 0.1),
+        0.1,
         "{share:.0%} of each step computes results at {site} that the loss does not use: their "
         "gradients are zero.",
         "Take what the loss uses before the product: rows by hidden[mask], the diagonal of a @ b.T "
@@ -686,7 +687,7 @@ ROWS = [
     row(
         "work-without-effect",
         "Results that nobody reads, or whose gradients are zero, are computed.",
-        lambda e: (place := e.site("unread zero")) and e.share(place.seconds_per_step, 0.1),
+        0.1,
         "{share:.0%} of each step is the work of {site}, which changed no weight in any of them: "
         "nothing reads its result, or its gradients are zero.",
         "Remove it, or compute it only in the steps that use it.",

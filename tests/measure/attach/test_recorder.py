@@ -223,6 +223,67 @@ def test_what_is_bounded_or_keeps_rows_of_a_dataset_has_not_grown(weights):
     assert graphs.grown(sys._getframe()) == ("", "")
 
 
+class Replay:
+    """A buffer of the last rows, without a deque."""
+
+    def __init__(self, capacity):
+        self.capacity, self.rows = capacity, []
+
+    def add(self, row):
+        self.rows = [*self.rows, row][-self.capacity :]
+
+
+@pytest.mark.parametrize(("capacity", "filling"), [(1000, "replay.rows"), (11, ""), (8, "")])
+def test_a_buffer_up_to_a_stated_length_has_not_grown_and_fills_until_then(
+    weights, capacity, filling
+):
+    graphs, replay = Graphs(), Replay(capacity)
+    for _ in range(12):
+        graphs.mark((weights @ weights).sum())
+        replay.add(weights.detach().clone())
+    assert graphs.grown(sys._getframe()) == ("", "")
+    assert graphs.filling == filling
+
+
+def test_a_number_elsewhere_is_no_limit_of_a_container(weights):
+    graphs, replay, kept = Graphs(), Replay(1000), []
+    for _ in range(12):
+        graphs.mark((weights @ weights).sum())
+        kept.append(weights.detach().clone())
+    assert graphs.grown(sys._getframe()) == ("kept", "tensors"), replay
+
+
+WRITTEN = {
+    "net.weight.data.copy_(x[0, 0])": True,
+    "net.weight.data *= 0.9": True,
+    "net.weight.data = net.weight.detach() * 1": True,
+    "net.weight.data[:] = 0.5": True,
+    "net.load_state_dict(net.state_dict())": True,
+    "torch._foreach_mul_([net.weight.data], 0.5)": True,
+    "copied.data.copy_(net.weight)": False,
+    "net.weight.grad.mul_(0.5)": False,
+    "net.weight[0]; net(x)": False,
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_the_line_that_writes_weights_of_an_optimizer_is_found(text, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    net, x = nn.Linear(2, 2), torch.ones(3, 2)
+    space = {"torch": torch, "net": net, "x": x, "copied": nn.Parameter(torch.ones(2, 2))}
+    optimizer, phase = torch.optim.SGD(net.parameters(), lr=0.1), [""]
+    with CallRecorder(lambda: phase[-1]) as recorder:
+        for _ in range(3):
+            net(x).sum().backward()
+            phase.append("optimizer")
+            optimizer.step()
+            phase.append("other")
+            with torch.no_grad():
+                exec(compile(text, str(path), "exec"), space)
+    assert set(recorder.found.counts["written"]) == ({(str(path), 1)} if WRITTEN[text] else set())
+
+
 class Encoder:
     @functools.cache  # noqa: B019
     def encoded(self, inputs):

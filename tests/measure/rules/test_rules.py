@@ -235,6 +235,7 @@ def test_a_planted_cause_is_the_only_finding_and_a_script_needs_no_recipe(health
 
 
 GROWING = {"growth_bytes": 2.0**20}
+LONGER = {"size": {"first": 64.0, "last": 128.0, "per_1000": 640.0}}
 SLOW_DATA = {"data_wait_s": 0.04, "counterfactual_s": {}, "config": None}
 ASLEEP = SLOW_DATA | {"cores": 2, "threads": 2, "workers": 0, "reads_ran": 0.1}
 SMALL = {"batch.rows_per_device": 1, "batch.accumulate": 8}
@@ -298,6 +299,7 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", {"threads": 4}, "cpu-threads s number of threads, and there are 8 cores", "=8"),
         ("cpu", {"threads": 16}, "cpu-threads s uses 16 as", "=8"),
         ("cpu", {"threads": 4, "other_busy_cores": 4.0}, "", ""),
+        ("cpu", {"threads": 4, "worker_cores": 3.8, "workers": 4}, "", ""),
         ("cpu", {"threads": 4, "compute_s": 0.007, "memory_bound_s": 0.0}, "", ""),
         ("cpu", {"threads": 4, "world_size": 2}, "", ""),
         ("cuda", {"environment": {"CUDA_LAUNCH_BLOCKING": "0"}}, "", ""),
@@ -323,6 +325,8 @@ STORM = {"gc_s": 0.02, "collections": 2.0}
         ("cpu", {"grown": "rewards", "kept_by": "rewards"}, "", ""),  # which are cleared
         ("cpu", {"grown": "steps", "kept_by": "logs"}, "", ""),
         ("cpu", GROWING | {"uneven": True, "grown": "losses"}, "", ""),
+        ("cpu", {"grows": LONGER, "site": "growing"}, "", ""),  # a curriculum
+        ("cpu", {"grows": LONGER, "site": "growing", "grown": "kept"}, "growing-work s", ""),
         ("cpu", GROWING | {"uneven": True, "grown_by": "tensors"}, "memory-leak sp", "Look for"),
         (
             "cpu",
@@ -388,6 +392,16 @@ def test_what_is_found_and_how_it_is_mended(healthy, device, facts, says, fix):
     assert fix in finding.fixes[0].text
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [("state, reward = env.step(action)", "environments"), ("envelope.step(2)", "Take it out")],
+)
+def test_a_line_that_does_not_train_gets_the_advice_of_its_kind(healthy, line, fix):
+    site = TIMED_SITE.model_copy(update={"text": line})
+    (finding,) = diagnosis_of(healthy(sites={"own": (site,)})).findings
+    assert fix in finding.fixes[0].text
+
+
 STEPS, VALUES = zip(*LOSSES, strict=True)
 
 
@@ -399,6 +413,7 @@ STEPS, VALUES = zip(*LOSSES, strict=True)
         ([*VALUES[:60], *(value + 3.0 for value in VALUES[60:])], {}, "The loss rises from"),
         ([v + 0.3 * max(n - 50, 0) for n, v in enumerate(VALUES)], {}, "The loss rises from"),
         ([one - 2.0 for one in VALUES], {}, None),  # a difference, as of rewards
+        ([v + 0.3 * max(n - 50, 0) for n, v in enumerate(VALUES)], {"grows": LONGER}, None),
         ([*VALUES[:-1], math.nan], {}, "The loss is not a number from step 990."),
         (VALUES, {"skipped_steps": 50}, "float16 overflowed"),
     ],
