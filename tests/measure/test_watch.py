@@ -433,3 +433,19 @@ def test_logged_losses_are_evidence(watch):
             watch.log(loss=batch.square().mean(), grad_norm=0.5, lr=1.0)
     evidence = watch.evidence()
     assert [step for step, _ in evidence.losses] == list(range(1, 61))
+
+
+def test_a_model_that_is_called_inside_a_transform_is_measured():
+    """Its inputs have no values of their own, and none once the transform has ended."""
+    model, rows = torch.nn.Linear(128, 8), torch.randn(32, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    slopes = torch.func.vmap(torch.func.grad(lambda row: model(row).square().mean()))
+    loop = follower.Follower("script", at_exit=lambda: None, recorded_steps=0)
+    try:
+        for _ in range(40):
+            (model(rows).square().mean() + 0 * slopes(rows).sum()).backward()
+            optimizer.step()
+        found = loop.evidence()
+    finally:
+        loop.close()
+    assert (found.rows, found.rescaled) == (len(rows), 1.0)

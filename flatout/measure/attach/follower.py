@@ -393,7 +393,13 @@ class Follower:
 
         try:
             is_training = self._is_training(module, args, kwargs)
-            if is_training and module is self.model and torch.is_grad_enabled():
+            # inside of a transform of torch.func, inputs have no values of their own
+            if (
+                is_training
+                and module is self.model
+                and torch.is_grad_enabled()
+                and torch._C._functorch.maybe_current_level() is None
+            ):
                 is_early = self.steps < PADDED_STEPS
                 self._inputs.look(args, kwargs, reads=is_early)
                 if is_early:

@@ -54,10 +54,8 @@ class Inputs:
         """Note the inputs of a pass. `reads`: also what their values show, which waits for them."""
         sizes = (one.numel() for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
         self.size += max(sizes, default=0)
-        if torch._C._functorch.maybe_current_level() is None:
-            self.rows = rows_of(args, kwargs)
-        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if not reads or (used and torch.cuda.is_current_stream_capturing()):
+        self.rows = rows_of(args, kwargs)
+        if not reads or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # type: ignore[no-untyped-call]
             return
         # operations on other classes of tensors may need all ranks
         inputs = plain_in((args, kwargs))

@@ -403,7 +403,7 @@ class Graphs:
                 limits = (one for one in beside if type(one) is int)
                 most = getattr(each, "maxlen", None) or max(limits, default=0)
                 if size <= most:
-                    self.filling = name if size < most else self.filling
+                    self.filling = name * (size < most) or self.filling
                     continue
                 kept = each.values() if isinstance(each, dict) else each
                 has_tensors = any(isinstance(one, Tensor) for one in tree_leaves([*kept][-1:]))
