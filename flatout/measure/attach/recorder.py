@@ -220,7 +220,8 @@ class CallRecorder(TorchFunctionMode):
         line = user_frame(sys._getframe(1))
         if line is None:
             return
-        if WRITES.fullmatch(name) and self._has_any(tree_leaves(args[:1])):
+        is_gradient = getattr(func, "__self__", None) is Tensor.grad
+        if WRITES.fullmatch(name) and not is_gradient and self._has_any(tree_leaves(args[:1])):
             self.found.add("written", line, seconds)
         given = tree_leaves(args) if SEQUENCES.fullmatch(name) else args
         weights = next((one for one in given if isinstance(one, Parameter)), None)
