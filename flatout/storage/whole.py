@@ -119,7 +119,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Sync a directory and rename it to `path`. An earlier one of that name is deleted."""
+    """Sync a directory and rename it to `path`. An earlier one of that name is deleted.
+
+    Its weights get the permissions of other new files: safetensors lets only their owner read them.
+    """
+    with suppress(OSError):  # a linked file of somebody else, or a disk without permissions
+        for weights in temporary.glob("*.safetensors"):
+            weights.chmod(temporary.stat().st_mode & 0o666)
     sync(temporary)
     old = beside(path, OLD) if path.exists() else None
     if old:

@@ -8,6 +8,7 @@ from pathlib import Path
 from flatout.data.conversation.templates import CONFIG_FILE
 from flatout.data.tokenizers import Tokenizer
 from flatout.data.tokenizers.tokenizer import library_tokenizer
+from flatout.storage.files import write_whole
 from flatout.storage.json_io import JsonObject, write_json
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -32,7 +33,7 @@ def write_tokenizer(
         )
     if tokenizer.name == "char":
         notes.append("The tokenizer drops characters that are not in its vocabulary.")
-    (folder / "tokenizer.json").write_bytes(content)
+    write_whole(folder / "tokenizer.json", content.decode())
     write_json(folder / CONFIG_FILE, tokenizer_config(tokenizer, max_tokens, chat_template))
     return notes
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flatout.assembly.run import Saved
 from flatout.distributed.mesh import Mesh
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import sync
+from flatout.storage.files import sync, write_whole
 from flatout.storage.json_io import JsonObject, read_json
 from flatout.storage.whole import MANIFEST, beside, entry_of, publish
 from flatout.training.agreement import WRITING, Vote, together
@@ -344,7 +344,7 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
     entries = {name: entry.model_dump() for name, entry in snapshot.entries.items()}
     value = snapshot.documents.get("optimizer")
     share = {"tensors": entries, "files": files, "optimizer": value}
-    _write(_share(temporary, snapshot.rank), share)
+    write_whole(_share(temporary, snapshot.rank), json.dumps(share))
 
 
 def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> None:
@@ -365,7 +365,8 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
         path.unlink()
     files = {name: of_file for share in shares for name, of_file in share["files"].items()}
     for name, document in snapshot.documents.items():
-        _write(temporary / name, index | document if name == catalog.INDEX else document)
+        document = index | document if name == catalog.INDEX else document
+        write_whole(temporary / name, json.dumps(document))
         files[name] = entry_of(temporary / name).model_dump()
     step = snapshot.documents[catalog.STATE]["step"]
     manifest = {
@@ -374,7 +375,7 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
         "step": step,
         "files": [*files.values()],
     }
-    _write(temporary / MANIFEST, manifest)
+    write_whole(temporary / MANIFEST, json.dumps(manifest))
     sync_logs(run_folder)
     publish(temporary, final)
     catalog.delete_later(run_folder, step)
@@ -391,12 +392,6 @@ def sync_logs(run_folder: Path) -> None:
             if path.is_file():
                 sync(path)
         sync(run_folder)
-
-
-def _write(path: Path, document: JsonObject) -> None:
-    """Write JSON and sync it. It is not atomic: the directory is renamed once it is complete."""
-    path.write_text(json.dumps(document), encoding="utf-8")
-    sync(path)
 
 
 def _share(temporary: Path, rank: int) -> Path:

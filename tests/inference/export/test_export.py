@@ -1,8 +1,11 @@
 """An export is complete or absent, replaces only exports, and reads few weights at a time."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +71,31 @@ def test_a_summary_that_lacks_numbers_does_not_prevent_an_export(make_run, expor
     layout.append_event(run, "end", steps=0, val_loss="low")
     out, _ = export_to(run)
     assert "not measured" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("to", ["huggingface", "safetensors"])
+def test_files_have_the_permissions_of_new_files_and_are_synced(
+    make_run, export_to, monkeypatch, to
+):
+    """A power cut after the rename then leaves no empty file, and others can read the weights."""
+    synced, fsync, umask = set(), os.fsync, os.umask(0o027)
+
+    def noted(descriptor):
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.add(re.sub(r"\.[0-9a-f]{8}\.part$", "", name))
+        fsync(descriptor)
+
+    try:
+        run = make_run("llama", SHAPES["llama"])
+        monkeypatch.setattr(os, "fsync", noted)
+        out, _ = export_to(run, to)
+    finally:
+        os.umask(umask)
+    files = [*out.iterdir(), *(run / "checkpoints" / "step-0").iterdir()]
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        path.name: "0o640" for path in files
+    }
+    assert {path.name for path in out.iterdir()} <= synced
 
 
 def test_an_earlier_export_is_replaced_only_on_request(make_run, export_to, tmp_path):

@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_untouched(tmp_path, monkeypatch,
 
     monkeypatch.setattr(
         read_write.tensors, "write", full
-    ) if kind == "tensors" else monkeypatch.setattr(savers, "_write", full)
+    ) if kind == "tensors" else monkeypatch.setattr(savers, "write_whole", full)
     with pytest.raises(RunFailed, match="No space left"):
         savers.save(run)
     assert [p.name for p in path.parent.iterdir()] == ["step-5"]
