@@ -266,7 +266,8 @@ class TrainConfig(Section):
     """Steps between text samples. 0 samples once, at the end. Weights that are sharded, or in host
     memory, give none."""
     sample_prompt: str = ""
-    """Prompt of the samples. Empty starts a new document."""
+    """Prompt of the samples. Empty starts a new document, or continues the validation text if the
+    training text is a single one."""
     max_bad_steps: Count = 10
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
     finite. Its update is skipped, and the run continues with the next step."""

@@ -174,7 +174,7 @@ def sample_text(run: Run) -> str:
         split = data.split("val" if data.split("val").num_tokens else "train")
         answer = split.read_mask_range(0, int(split.document_ends[0])).argmax()
         return session.sample(prompt, split.read_tokens(0, int(answer)).tolist())
-    text = ""
+    text, prompt = "", prompt or data.opening
     for number in range(MOST_DOCUMENTS):
         own = replace(sampling, seed=run.step + number)
         pieces = sample(run.core, data.tokenizer, prompt, own, max_context=max_context)

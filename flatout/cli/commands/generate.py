@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Annotated
 
 from flatout.cli.commands import CheckpointName, Command, ModelName, TrustCode
 from flatout.config.signature import Option, checked
-from flatout.errors import ConfigError, Interrupted
+from flatout.data.store.mix import members_of
+from flatout.errors import ConfigError, DataError, Interrupted
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import Result
 from flatout.training.run_dir.lookup import is_run, run_or_newest
@@ -35,7 +37,13 @@ class GenerateResult(Result):
 @checked
 def generate(
     run: ModelName = None,
-    prompt: Annotated[str, Option("Text to continue. Empty text starts a new document.")] = "",
+    prompt: Annotated[
+        str,
+        Option(
+            "Text to continue. Empty text starts a new document, or stands for the start of the "
+            "validation text if the training text is a single one."
+        ),
+    ] = "",
     temperature: Temperature = 0.8,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -79,6 +87,8 @@ def generate(
     from flatout.inference.load import load_model
 
     loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)
+    with suppress(ConfigError, DataError):  # of another tool's model, or data that is not here
+        prompt = prompt or members_of(loaded.dataset)[0].dataset.opening
     loaded.tokenizer.encode(prompt)  # rejects a bad prompt before anything is printed
     show = write or (lambda _piece: None)
     samples = []

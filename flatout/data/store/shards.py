@@ -28,6 +28,8 @@ from flatout.storage.whole import problem_of
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
+OPENING_TOKENS = 16
+"""Tokens of `Dataset.opening`."""
 MASK_READ = 2**20
 """Tokens whose mask is read at a time in a search for targets."""
 
@@ -70,6 +72,19 @@ class Dataset:
     @cached_property
     def _splits(self) -> dict[SplitName, Split]:
         return {name: Split(self.path, name, self.manifest) for name in SPLITS}
+
+    @property
+    def opening(self) -> str:
+        """The text that a model's samples without a prompt continue. "" means a new document.
+
+        It is the start of validation if training has a single document: a model that has seen
+        nothing after an end-of-text token has not learned how a document starts.
+        """
+        val = self.split("val")
+        if self.split("train").num_documents > 1 or not self.tokenizer.has_text:
+            return ""
+        ids = val.read_tokens(0, min(val.num_tokens, OPENING_TOKENS)).tolist()
+        return self.tokenizer.decode(ids).strip("\ufffd")  # it may start inside a character
 
     def split(self, name: SplitName) -> Split:
         """Return `train` or `val`. A split without documents has no tokens."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +11,12 @@ import pytest
 
 from flatout.cli import main as cli
 from flatout.cli.commands.generate import generate
+from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.inference.generate import Sampling, sample
 from flatout.inference.load import load_run
+from flatout.training.run_dir.layout import read_config, write_config
+from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +30,23 @@ def test_samples_start_with_the_prompt_and_differ(tiny_run):
         generate(str(tiny_run), seed=seed, max_tokens=20).samples for seed in (3, 3, 4)
     )
     assert first == second != third
+
+
+def test_without_a_prompt_the_model_of_a_single_document_continues_validation_text(
+    tiny_run, tiny_config, tmp_path
+):
+    """It has seen nothing after an end-of-text token. One of many documents starts a new one."""
+    data = Dataset.open(read_config(tiny_run).data.path)
+    start = data.tokenizer.decode(data.split("val").read_tokens(0, 16).tolist())
+    (trained,) = (e["text"] for e in RunLog(tiny_run).events if e["event"] == "sample")
+    assert trained.startswith(start)
+    assert generate(str(tiny_run), max_tokens=4).samples[0].startswith(start)
+    assert generate(str(tiny_run), "the", max_tokens=4).samples[0].startswith("the")
+    moved = shutil.copytree(tiny_run, tmp_path / "moved")
+    config = read_config(tiny_run).with_values({"data.path": str(tmp_path / "gone")})
+    write_config(moved, config)
+    assert len(generate(str(moved), max_tokens=4).samples[0]) <= 4
+    assert Dataset.open(tiny_config().data.path).opening == ""
 
 
 def test_streamed_and_returned_text_are_equal(tiny_run):
@@ -148,9 +169,11 @@ def test_the_checkpoint_can_be_chosen(fox_run, typed):
     texts = {}
     for name in ("1", "2", "3", "best", "last"):
         loaded = load_run(folder, name, device="cpu")
-        texts[name] = text_of(typed(folder, "--checkpoint", name, "--max-tokens", 30))
-        pieces = sample(loaded.model, loaded.tokenizer, "", Sampling(max_tokens=30), max_context=32)
-        assert texts[name] == "".join(pieces)
+        words = ("--checkpoint", name, "--max-tokens", 30, "--prompt", "The")
+        texts[name] = text_of(typed(folder, *words))
+        sampling = Sampling(max_tokens=30)
+        pieces = sample(loaded.model, loaded.tokenizer, "The", sampling, max_context=32)
+        assert texts[name] == "The" + "".join(pieces)
     assert texts["last"] == texts["3"]
     assert len(set(texts.values())) > 1
     code, result, _ = typed(folder, "--checkpoint", 7)
