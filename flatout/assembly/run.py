@@ -107,6 +107,7 @@ class Run:
     elapsed_s: float = 0.0
     best_val_loss: float | None = None
     best_step: int | None = None
+    evaluations_since_best: int = 0
     largest_weight: tuple[int, float] | None = None
     """The largest absolute value of a weight, and at which step it was last looked for."""
     evaluation_due: bool = False

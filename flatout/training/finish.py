@@ -97,6 +97,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
         "val_loss": evaluation.loss if evaluation else None,
         "best_val_loss": run.best_val_loss,
         "best_step": run.best_step,
+        "evaluations_since_best": run.evaluations_since_best,
         "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
         "by_dataset": [split.to_dict() for split in evaluation.by_dataset] if evaluation else [],
         "stopped_early": ends_early(run),

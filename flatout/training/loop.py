@@ -12,7 +12,6 @@ from flatout.errors import DataError
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, score
 from flatout.training.metrics.log import Log
-from flatout.training.run_dir.start import out_of_patience
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
 from flatout.training.signals import WorkInterrupted
 from flatout.training.soundness import require_sound
@@ -101,7 +100,8 @@ def due(every: int | None, run: Run) -> bool:
 
 def ends_early(run: Run) -> bool:
     """Return whether patience ran out before the last step. All ranks have the same losses."""
-    return run.step < run.last_step and out_of_patience(run.config.train, run.step, run.best_step)
+    patience = run.config.train.patience
+    return run.step < run.last_step and 0 < patience <= run.evaluations_since_best
 
 
 def eval_tokens(run: Run) -> int | None:
@@ -126,8 +126,10 @@ def log_evaluation(session: Session) -> Evaluation | None:
     if evaluation is None:
         return None
     log.evaluation(evaluation)
+    run.evaluations_since_best += 1
     if run.best_val_loss is None or evaluation.loss < run.best_val_loss:
         run.best_val_loss, run.best_step = evaluation.loss, run.step
+        run.evaluations_since_best = 0
         is_last = run.step == run.last_step
         if run.config.checkpoint.best or is_last:
             with stating_room(run) if is_last else unless_full(run, log):

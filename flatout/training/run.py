@@ -339,6 +339,7 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
     found = load(run, plan.checkpoint, environment=environment_of(run), progress=progress)
     if plan.is_new:  # the checkpoint of another run's best step is not here
         run.best_val_loss = run.best_step = None
+        run.evaluations_since_best = 0
     return found
 
 

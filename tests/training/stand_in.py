@@ -95,6 +95,7 @@ def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> Simpl
         elapsed_s=0.0,
         best_val_loss=None,
         best_step=None,
+        evaluations_since_best=0,
         evaluation_due=False,
         base=None,
     )

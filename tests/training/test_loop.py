@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from flatout.cli.commands.runs import runs
-from flatout.config.sections import TrainConfig
 from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, Stopped
@@ -14,7 +13,6 @@ from flatout.inference.load import load_run
 from flatout.training import finish, loop
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import Evaluation, SplitScore
-from flatout.training.loop import out_of_patience
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 from flatout.training.run_dir.lookup import find_checkpoint
@@ -49,20 +47,18 @@ def val_steps(folder):
 
 
 @pytest.mark.parametrize(
-    ("step", "best_step", "over"),
-    [
-        (6, 4, False),
-        (7, 4, False),
-        (8, 4, True),
-        (9, 4, True),
-        (8, None, False),
-        (8, 8, False),
-        (8, 6, False),
-    ],
+    ("first", "stopped", "then", "end"), [(4, 9, 2, 10), (2, 7, 4, 8), (2, 7, 2, 8)]
 )
-def test_patience_runs_out_that_many_evaluations_after_the_best(step, best_step, over):
-    assert out_of_patience(TrainConfig(patience=2, eval_every=2), step, best_step) is over
-    assert not out_of_patience(TrainConfig(patience=0, eval_every=2), step, best_step)
+def test_patience_counts_the_evaluations_that_were_done(
+    patient, tmp_path, stop_at, first, stopped, then, end
+):
+    """Step 4 is the best. A resume with another interval does not change how many came since."""
+    config = patient(train__eval_every=first)
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[stop_at(stopped)])
+    summary = run_training(patient(train__eval_every=then), tmp_path / "run")
+    assert (summary["steps"], summary["best_step"], summary["stopped_early"]) == (end, 4, True)
+    assert len([step for step in val_steps(tmp_path / "run") if step > 4]) == 2
 
 
 def test_without_best_checkpoints_only_intervals_and_the_end_are_saved(patient, tmp_path, events):

@@ -133,6 +133,7 @@ def _forget_best(run: Run, state: JsonObject, environment: JsonObject) -> list[s
         return []
     best = f"{run.best_val_loss:.4f} at step {run.best_step}"
     run.best_val_loss = run.best_step = None
+    run.evaluations_since_best = 0
     return [
         "The validation tokens have changed: losses do not compare with the earlier best "
         f"({best}). The best loss and train.patience start afresh."

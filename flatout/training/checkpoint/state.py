@@ -57,11 +57,13 @@ class StateItem:
 
 def _best(run: Run) -> JsonObject:
     value: JsonObject = {"val_loss": run.best_val_loss, "step": run.best_step}
+    value["evaluations_since"] = run.evaluations_since_best
     return value | {"evaluation_due": True} if run.evaluation_due else value
 
 
 def _set_best(run: Run, value: JsonObject) -> None:
     run.best_val_loss, run.best_step = value["val_loss"], value["step"]
+    run.evaluations_since_best = value.get("evaluations_since", 0)  # not in earlier versions
     run.evaluation_due = value.get("evaluation_due") is True
 
 

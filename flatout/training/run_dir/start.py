@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout.config.schema import RunConfig
-from flatout.config.sections import TrainConfig
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.optim.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
@@ -288,16 +287,11 @@ def how_to_train_on(
         return f"set train.steps to more than {train.steps}"
     with parsing(folder / EVENTS):
         stopped_early = summary.get("stopped_early") and step == summary["steps"]
-        if stopped_early and out_of_patience(train, step, summary["best_step"]):
+        since = (step - summary["best_step"]) // (train.eval_every or 1) if stopped_early else 0
+        since = summary.get("evaluations_since_best", since)
+        if stopped_early and 0 < train.patience <= since:
             return f"set train.patience to more than {train.patience}, or to 0"
     return None
-
-
-def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> bool:
-    """Return whether the last `train.patience` evaluations did not improve on the best one."""
-    if not train.patience or not train.eval_every or best_step is None:
-        return False
-    return step - best_step >= train.patience * train.eval_every
 
 
 def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None) -> None:
