@@ -204,6 +204,12 @@ def plan_run(request: RunRequest, known: Mapping[Path, str] | None = None) -> Ru
         )
     if start.message is not None:
         request.progress.say(start.message)
+    if prompt := plan.config.train.sample_prompt:
+        try:
+            dataset.tokenizer.encode(prompt)
+        except DataError as error:
+            what = f"train.sample_prompt={prompt!r}: {error.what}"
+            raise DataError(what, fix=error.fix) from error
     return plan
 
 

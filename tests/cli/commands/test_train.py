@@ -4,6 +4,7 @@ import pytest
 
 from flatout.cli.commands.train import SAMPLE_LINES, TrainResult, processes, train
 from flatout.config.schema import load_config
+from flatout.errors import DataError
 from flatout.inference import chat
 from flatout.storage.json_io import append_line
 from flatout.training.run_dir.layout import read_config, write_config
@@ -101,6 +102,13 @@ def test_a_sample_of_a_model_of_short_documents_has_several(tiny_config, tmp_pat
     (text,) = (e["text"] for e in RunLog(tmp_path / "run").events if e["event"] == "sample")
     assert text.splitlines()[:2] == ["Ann, Bob"] * 2
     assert len(text.splitlines()) == len(set(seeds)) == 3
+
+
+def test_a_prompt_that_cannot_be_encoded_is_an_error_before_the_run_starts(tiny_run, tmp_path):
+    config = read_config(tiny_run).with_values({"train.sample_prompt": "\u00fc"})
+    with pytest.raises(DataError, match=r"train\.sample_prompt='\u00fc': .*U\+00FC"):
+        train(config, run=tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_processes_are_counted_with_the_layout_of_this_start(tiny, tiny_set, tmp_path):
