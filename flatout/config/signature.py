@@ -9,7 +9,7 @@ import functools
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from os import PathLike
@@ -78,6 +78,17 @@ def checked(call: Callable[Parameters, Returned]) -> Callable[Parameters, Return
         return call(*values, **named)
 
     return checked_call
+
+
+def one_of(options: Mapping[str, object]) -> None:
+    """Check that at most one of these is given, by their names: another would have no effect.
+
+    Raises: ConfigError.
+    """
+    given = [name for name, value in options.items() if value][:2]
+    if len(given) == 2:
+        what = f"{' and '.join(given)} cannot be combined."
+        raise ConfigError(what, fix="Remove one of the two.")
 
 
 def texts(given: Iterable[str | Path] | str | Path | None) -> tuple[str, ...]:

@@ -132,9 +132,9 @@ def values_of(requested: RunConfig, sweep: str | None) -> dict[str, dict[str, An
     """
     key, _, values = (sweep or "").partition("=")
     words = [f"{key}={value}" for value in values.split(",") if value]
-    if sweep is not None and (not words or key.startswith(UNMEASURED)):
+    if sweep is not None and (len({*words}) < 2 or key.startswith(UNMEASURED)):
         raise ConfigError(
-            f"--sweep {sweep} names no values that trials measure.",
+            f"--sweep {sweep} names no values that trials measure and compare.",
             fix="Write --sweep batch.rows_per_device=8,16,32.",
         )
     found = {word: dict(parse_overrides([word], RunConfig)) for word in words}

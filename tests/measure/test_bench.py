@@ -193,7 +193,9 @@ UNMEASURED = ("train.seed", "log.every", "train.eval_every", "checkpoint.every_s
     ("sweep", "message"),
     [
         ("batch", "--sweep batch names no values"),
-        ("batch.rows_per_divice=1", "rows_per_device"),
+        ("batch.rows_per_divice=1,2", "rows_per_device"),
+        ("batch.rows_per_device=4", "names no values that trials measure and compare"),
+        ("batch.rows_per_device=4,4", "names no values that trials measure and compare"),
         ("batch.rows_per_device=1,two", "batch.rows_per_device"),
         ("batch.rows_per_device=,", "names no values"),
         *((f"{key}=1,2", f"--sweep {key}=1,2 names no values") for key in UNMEASURED),

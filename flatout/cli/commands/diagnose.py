@@ -10,7 +10,7 @@ from flatout.assembly import preflight
 from flatout.cli.commands import Command, Overrides
 from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import load_config
-from flatout.config.signature import Argument, Option, checked, texts
+from flatout.config.signature import Argument, Option, checked, one_of, texts
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.attach.request import DEFAULT_SECONDS, Request
 from flatout.measure.diagnose.diagnosis import (
@@ -84,6 +84,8 @@ def diagnose(
     named = (one for one in (Path(recipe), RUNS / recipe) if (one / layout.CONFIG).exists())
     folder, words = next(named, None), texts(overrides)
     if folder is not None and not words:
+        is_timed = seconds != DEFAULT_SECONDS
+        one_of({"--seconds": is_timed, f"the records of {recipe}": True})
         return diagnosis_of(recorded_evidence(folder))
     if folder is None and Path(recipe).parent == RUNS and not Path(recipe).exists():
         find_run(recipe)  # raises, with the nearest name
@@ -107,11 +109,8 @@ def require_one(command: str, script: Sequence[str], recipe: object, more: objec
 
     Raises: ConfigError.
     """
-    if script and (recipe is not None or more):
-        raise ConfigError(
-            "A script after -- cannot be combined with a recipe and its options.",
-            fix="Write `-- python train.py` alone.",
-        )
+    more = recipe is not None or more
+    one_of({"A script after --": script, "a recipe with its options": more})
     if not script and recipe is None:
         raise ConfigError(
             f"There is nothing to {command}.",

@@ -25,7 +25,7 @@ from flatout.config.registry import (
     unknown_name,
 )
 from flatout.config.schema import load_config
-from flatout.config.signature import Argument, Option, checked
+from flatout.config.signature import Argument, Option, checked, one_of
 from flatout.data.tokenizers import FILES, FORMS
 from flatout.display import Display, Show, amount, table_of
 from flatout.hardware.machine import ASSUMED_MFU, probe
@@ -123,6 +123,7 @@ def list_entries(
     """
     if kind == "speedups":
         return _speedups(recipe)
+    one_of({"--recipe": recipe, f"`{kind}`": True})
     if kind == "changes":
         items = {name: change.does for name, change in CHANGES.items()}
     elif kind == "tokenizers":

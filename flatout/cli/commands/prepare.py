@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flatout.cli.commands import Command, EndOfText, Pattern
 from flatout.config.schema import load_config
-from flatout.config.signature import Argument, Option, checked, texts
+from flatout.config.signature import Argument, Option, checked, one_of, texts
 from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pipeline import (
     Options,
@@ -179,6 +179,8 @@ def prepare(
     progress: Progress = SILENT,
 ) -> PrepareResult:
     """Tokenise text once and pack it into a dataset that training reads."""
+    one_of({"--tokenizer": tokenizer, "--recipe": recipe})
+    one_of({f"--engine {engine}": engine != "local", "--part": part, "--join": join})
     if tokenizer is None:
         tokenizer = "train:4096" if recipe is None else load_config(recipe).data.tokenizer
         if tokenizer is None:
@@ -192,14 +194,6 @@ def prepare(
         on_bad_row, max_bad_rows, mask_field, texts(val), texts(include), chat,
     )
     # fmt: on
-    exclusive = {f"--engine {engine}": engine != "local", "--part": part, "--join": join}
-    stated = [name for name, value in exclusive.items() if value]
-    if len(stated) > 1:
-        raise UsageError(
-            f"{stated[0]} and {stated[1]} cannot be combined.",
-            fix="Remove one of the two. Parts share a directory on this machine, and --join "
-            "follows when all are done.",
-        )
     require_local(cache or "", "--cache ")
     made = prepare_dataset(
         texts(sources),

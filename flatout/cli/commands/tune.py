@@ -11,8 +11,8 @@ from flatout.cli.commands.diagnose import require_one
 from flatout.cli.commands.train import load_checked
 from flatout.config.registry import SPEEDUPS, unknown_name
 from flatout.config.schema import RunConfig
-from flatout.config.signature import Argument, Option, checked
-from flatout.errors import ConfigError, in_shell
+from flatout.config.signature import Argument, Option, checked, one_of
+from flatout.errors import ConfigError
 from flatout.measure.results import PARTS, ScriptTuning, Tuning
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
@@ -86,11 +86,7 @@ def tune(
             patch=patch,
             progress=progress,
         )
-    if patch is not None:
-        raise ConfigError(
-            "--patch only applies to a script.",
-            fix=f"Write `flatout tune --patch {in_shell(patch)} -- python train.py`.",
-        )
+    one_of({"--patch": patch, "a recipe": recipe})
     out = out or "tuned.yaml"
     require_recipe_path(out, "--out ")
     parts = parse_only(only)

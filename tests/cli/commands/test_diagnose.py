@@ -123,6 +123,11 @@ def test_a_run_is_read_and_nothing_is_written(tiny_run, capsys, tmp_path):
     assert {path.name for path in folder.iterdir()} == before
 
 
+def test_seconds_that_nothing_measures_are_an_error(tiny_run, capsys):
+    assert run(tiny_run, "--seconds", 9) == 2
+    assert f"--seconds and the records of {tiny_run} cannot be combined" in capsys.readouterr().err
+
+
 def test_the_files_of_a_run_cannot_control_the_terminal(tiny_run, capsys, tmp_path):
     shutil.copytree(tiny_run, tmp_path / "run")
     events = tmp_path / "run" / "events.jsonl"

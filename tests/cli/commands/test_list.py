@@ -184,3 +184,8 @@ def test_this_machine_is_listed_first_and_an_unknown_kind_rejected():
     assert list_entries("machines").items[0].name == "(this machine)"
     with pytest.raises(ConfigError, match="Did you mean 'recipes'"):
         list_entries("recipe")
+
+
+def test_a_recipe_decides_on_speedups_alone():
+    with pytest.raises(ConfigError, match="--recipe and `models` cannot be combined"):
+        list_entries("models", recipe="demo")

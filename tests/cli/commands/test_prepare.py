@@ -117,6 +117,12 @@ def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
     assert made(engine="local").documents == 1
 
 
+def test_a_recipe_names_a_tokenizer_and_so_excludes_one(book, tmp_path):
+    with pytest.raises(UsageError, match="--tokenizer and --recipe cannot be combined"):
+        prepare([str(book)], tmp_path / "out", tokenizer="char", recipe="demo-char")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_document_cut_for_validation_counts_once(book, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
