@@ -24,7 +24,8 @@ def record(run: Run, request: RunRequest, summary: JsonObject, cached_s: float) 
         return
     on_cpu = run.mesh.device.type == "cpu"
     others = request.began.others_until(CpuTimes.read(psutil.Process().children(recursive=True)))
-    scored = tokens_to_score(run.config, run.dataset)
+    steps = {"train.steps": run.step}  # fewer than planned if patience ran out
+    scored = tokens_to_score(run.config.with_values(steps), run.dataset)
     done = past_run(
         run.config,
         run.decisions,

@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.assembly.memory import estimate, memory_bytes, workload_of
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.resolve import epoch_tokens
+from flatout.assembly.resolve import epoch_tokens, tokens_per_step
 from flatout.assembly.speedup import Tolerance
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.data.store.mix import members_of
@@ -99,7 +99,7 @@ def prepared(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepa
         resolved = resolve_on(machine, stated, open_dataset(asked), cache)
         config, on_gpu = resolved.config, device.startswith("cuda")
         rows, steps = int(config.batch.rows_per_device), config.train.steps or 0
-        per_step, (kind, shape) = config.batch.tokens_per_step or 0, model_of(config)
+        per_step, (kind, shape) = tokens_per_step(config, resolved.dataset), model_of(config)
         per_epoch = max(epoch_tokens(resolved.dataset, config.data.seq_len), 1) / max(per_step, 1)
         saved = kind.num_parameters(shape) * most_at_once(config.checkpoint, steps, per_epoch)
         workload, available = workload_of(config), memory_bytes(machine, device, 1)
@@ -121,7 +121,7 @@ def prepared(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepa
         "rows_that_fit": most_rows(workload, available),
         "train_tokens": sum(one.split("train").num_tokens for one in data),
         "val_tokens": sum(one.split("val").num_tokens for one in data),
-        "tokens_per_step": per_step,
+        "tokens_per_step": round(per_step),
         "planned_steps": steps,
         "epochs": steps / per_epoch,
     }

@@ -271,7 +271,7 @@ def notes(found: ScriptTuning, each_s: float) -> list[str]:
         lines = [f"Together: {found.gain.times()}{f'; losses {kept}' if kept else ''}."]
     elif unproven and not found.taken:
         best = max(unproven, key=lambda row: row.first_gain or 0.0)
-        lines = [f"{best.name} may be faster, which is {UNPROVEN}. Add --minutes."]
+        lines = [f"Whether {best.name} is faster is {UNPROVEN}. Add --minutes."]
     elif not found.taken:
         measured = "Nothing that was measured makes the script faster."
         lines = [measured if found.changes else "No change was measured."]

@@ -18,6 +18,7 @@ from flatout.measure.evidence import Evidence, Failure
 from flatout.measure.trial import Result, explained, run_command
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
+from flatout.training.run import run_training
 
 pytestmark = pytest.mark.slow
 
@@ -205,6 +206,18 @@ def test_the_stated_warmup_is_kept_in_the_longer_run(tiny_config, tmp_path):
     assert evidence.planned_steps == 40
     assert evidence.estimated_gib > 0
     assert evidence.train_tokens > 0
+
+
+def test_padding_counts_neither_in_the_tokens_of_a_step_nor_in_its_epochs(tiny_config, tmp_path):
+    sizes = {"data__seq_len": 64, "batch__tokens_per_step": 512, "train__epochs": 2}
+    buckets = "auto,-compile,+length-buckets"
+    config = tiny_config(speedups=buckets, train__steps=None, **sizes)
+    evidence, _ = prepared(config, tmp_path)
+    done = run_training(config, tmp_path / "run")
+    trained = done["tokens"] / done["steps"]
+    assert trained < 0.95 * config.batch.tokens_per_step
+    assert evidence.tokens_per_step == pytest.approx(trained, rel=0.02)
+    assert evidence.epochs == pytest.approx(2, rel=0.1)
 
 
 def test_errors_of_flatout_keep_their_fix():

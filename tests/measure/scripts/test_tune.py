@@ -269,7 +269,7 @@ def test_a_gain_whose_interval_holds_one_is_not_proven_and_no_patch_is_written(t
     found = tuned(script, patch="x.patch")
     assert found.taken == []
     assert found.patch == ""
-    assert "not proven" in found.summary()
+    assert "Whether tf32 is faster is not proven. Add --minutes." in found.summary()
     assert "git apply" not in found.summary()
     assert not (tmp_path / "x.patch").exists()
 
