@@ -57,7 +57,7 @@ def test_a_run_starts_with_the_best_weights_and_nothing_else(
     first = catalog.checkpoint_path(tmp_path / "run", 0) / "state.json"
     state = json.loads(first.read_text())["values"]
     assert (state["step"], state["tokens"], state["loader"]) == (0, 0, {"position": 0})
-    assert state["best"] == {"val_loss": None, "step": None}
+    assert state["best"] == {"val_loss": None, "step": None, "evaluations_since": 0}
     assert state["optimizer"]["scalars"] == {}
     assert summary["steps"] == 3
     assert summary["resumed_from"] is None
