@@ -341,12 +341,16 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
 def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
     """Return the keys in which `wanted` differs from `stored`, as `key: stored -> wanted`.
 
-    Values that `wanted` does not set (None, auto) do not count as different, nor do keys that
-    start with an entry of `free`.
+    Values that `wanted` leaves open (auto, or None that it does not state) do not count as
+    different, nor do keys that start with an entry of `free`.
     """
-    old, new = flat(stored.to_dict()), flat(wanted.to_dict())
+    stated = flat(wanted.model_dump(exclude_unset=True)).items()
+    nulls = {key: value for key, value in stated if value is None}
+    old, new = flat(stored.to_dict()), flat(wanted.to_dict()) | nulls
     changed = (
-        key for key, value in new.items() if value not in (None, "auto") and old.get(key) != value
+        key
+        for key, value in new.items()
+        if (key in nulls or value not in (None, "auto")) and old.get(key) != value
     )
     return [
         f"{key}: {old.get(key)} -> {new[key]}" for key in changed if not key.startswith(tuple(free))

@@ -22,7 +22,7 @@ from flatout.config.schema import (
     parse_overrides,
     validate,
 )
-from flatout.config.signature import Argument, Option, checked
+from flatout.config.signature import Argument, Option, checked, one_of
 from flatout.config.words import is_off, listings, value_for, values_of, word_for
 from flatout.data.token_files import find_tokens
 from flatout.display import Display, Show, table_of
@@ -114,6 +114,7 @@ def convert_config(
     Raises: ConfigError when no key has a counterpart, or when there is no such tool; OutputInUse
             when `out` exists.
     """
+    one_of({"--keys": keys, "a config": config or out})
     if keys is not None:
         known = listings()
         if keys.lower() not in known:

@@ -65,8 +65,10 @@ def diagnose(
 
     In Python, `script` are the words of the command (`as_json`: it prints to standard error).
     """
+    is_timed = seconds != DEFAULT_SECONDS
     if script:
         require_one("diagnose", script, recipe, overrides)
+        one_of({"--seconds": is_timed, "--steps or --to-the-end": steps or to_the_end})
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
         return of_script(found, script, code, to_the_end=to_the_end)
@@ -84,7 +86,6 @@ def diagnose(
     named = (one for one in (Path(recipe), RUNS / recipe) if (one / layout.CONFIG).exists())
     folder, words = next(named, None), texts(overrides)
     if folder is not None and not words:
-        is_timed = seconds != DEFAULT_SECONDS
         one_of({"--seconds": is_timed, f"the records of {recipe}": True})
         return diagnosis_of(recorded_evidence(folder))
     if folder is None and Path(recipe).parent == RUNS and not Path(recipe).exists():

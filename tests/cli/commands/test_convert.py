@@ -10,7 +10,7 @@ from flatout.cli.commands.convert import Item, convert_config
 from flatout.config.documents import read_document
 from flatout.config.schema import load_config
 from flatout.config.words import listings
-from flatout.errors import OutputInUse
+from flatout.errors import ConfigError, OutputInUse
 
 TRAINER = {
     "output_dir": "out",
@@ -295,3 +295,9 @@ def test_a_long_key_is_shown_whole_and_a_long_value_is_cut():
     key = "zero_optimization.stage3_use_all_reduce_for_fetch_params"
     assert Item(key=key, value=True, outcome="unknown").shown() == f"{key}=True"
     assert Item(key=key, value="a b " * 30, outcome="unknown").shown().endswith(" [...]")
+
+
+def test_the_keys_of_a_tool_exclude_a_config(old, tmp_path):
+    for more in ({"config": old}, {"out": tmp_path / "new.yaml"}):
+        with pytest.raises(ConfigError, match="--keys and a config cannot be combined"):
+            convert_config(keys="nanogpt", **more)

@@ -126,6 +126,10 @@ def test_a_run_is_read_and_nothing_is_written(tiny_run, capsys, tmp_path):
 def test_seconds_that_nothing_measures_are_an_error(tiny_run, capsys):
     assert run(tiny_run, "--seconds", 9) == 2
     assert f"--seconds and the records of {tiny_run} cannot be combined" in capsys.readouterr().err
+    for words in (["--steps", 9], ["--to-the-end"]):
+        assert run("--seconds", 9, *words, "--", "python", "train.py") == 2
+        said = "--seconds and --steps or --to-the-end cannot be combined"
+        assert said in capsys.readouterr().err
 
 
 def test_the_files_of_a_run_cannot_control_the_terminal(tiny_run, capsys, tmp_path):

@@ -37,6 +37,15 @@ TABLE = {
         {"log.every": 10, "checkpoint.keep_every": None, "train.patience": 3,
          "checkpoint.every_steps": None, "checkpoint.every_minutes": 1},
     ),
+    "a key that is unset": (
+        [*LR, "model.window=8"], {}, [*LR, "model.window=null"], r"model\.window: 8 -> None",
+    ),
+    "adapters that are unset": (
+        [*LR, "lora.rank=8"], {}, [*LR, "lora.rank=null"], r"lora\.rank: 8 -> None",
+    ),
+    "a key that was never set": (
+        LR, {"model.vocab_size": 65}, [*LR, "model.vocab_size=null"], {"model.vocab_size": 65},
+    ),
     "what auto chose": (AUTO, CHOSEN, AUTO, CHOSEN),
     "another length, which is checked later": (
         AUTO, CHOSEN, ["train.epochs=3", "speedups=auto,-compile"], CHOSEN,
