@@ -2,7 +2,7 @@
 
 One file per GPU or CPU in flatout's cache has the gains that `bench` measured, which `auto` prefers
 to the defaults in the speedups' own files and `list speedups` shows, and the rates of finished
-runs, from which `plan` predicts others. Nothing here imports torch.
+runs, from which `plan` predicts others. torch is imported only to name a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatout.assembly.choices import Decision, Gain, speedups_for
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.hardware.machine import Machine
-from flatout.storage.files import Stored, write_text
+from flatout.storage.files import Stored, lock, write_text
 
 FORMAT_VERSION = 1
 MINUTES = 30
@@ -30,6 +30,8 @@ compilation, and two rounds.
 """
 MOST_RUNS = 200
 """Runs kept per file. Older ones are dropped."""
+LOCK_S = 10.0
+"""How long a process waits for others that write the same file."""
 SIMILAR = 4
 """Ratio of FLOPs per token below which the rate, or a gain, of one model is taken for another's."""
 BY_TOKENS = "batch.by_tokens"
@@ -84,11 +86,20 @@ class MeasuredHere(Stored):
 
 
 def hardware_name(machine: Machine, device: str) -> str | None:
-    """Return the GPU of a run on `device`, or the CPU with its cores. None for an absent GPU."""
+    """Return the GPU of a run on `device`, or the CPU with its cores. None for an absent GPU.
+
+    On this machine torch names it: CUDA_VISIBLE_DEVICES hides and orders GPUs, and the driver lists
+    all of them in its own order.
+    """
     kind, _, index = device.partition(":")
-    if kind == "cuda":
-        return next((gpu.name for gpu in machine.gpus[int(index or 0) :]), None)
-    return f"{machine.cpu_name}, {machine.cores} cores" + (", MPS" if device == "mps" else "")
+    if kind != "cuda":
+        return f"{machine.cpu_name}, {machine.cores} cores" + (", MPS" if device == "mps" else "")
+    if machine.is_here and machine.gpus:
+        import torch
+
+        if int(index or 0) < torch.cuda.device_count():
+            return torch.cuda.get_device_name(device)
+    return next((gpu.name for gpu in machine.gpus[int(index or 0) :]), None)
 
 
 def read(hardware: str | None, cache: Path | None) -> MeasuredHere:
@@ -109,24 +120,29 @@ def keep(
 ) -> Path:
     """Add gains or a run to the file of this hardware. Return its path.
 
-    A gain replaces the earlier ones of its speedup with similar models.
+    A gain replaces the earlier ones of its speedup with similar models. Processes that end at the
+    same time take turns.
 
     Raises: OSError when the cache cannot be written.
     """
-    path, found = _path(hardware, cache), read(hardware, cache)
-    if gains is not None:
-        kept = {
-            key: gain
-            for key, gain in (found.speedups or {}).items()
-            if (new := gains.get(key.partition("@")[0])) is None
-            or not similar(gain.flops_per_token, new.flops_per_token)
-        }
-        kept |= {f"{name}@{gain.flops_per_token:.3g}": gain for name, gain in gains.items()}
-        found = found.model_copy(update={"speedups": kept})
-    if run is not None:
-        found = found.model_copy(update={"runs": (*found.runs, run)[-MOST_RUNS:]})
+    path = _path(hardware, cache)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, found.model_dump_json(indent=1) + "\n")
+    with path.with_suffix(".lock").open("a") as file:
+        with suppress(OSError):  # a disk without locks
+            lock(file.fileno(), wait_s=LOCK_S)
+        found = read(hardware, cache)
+        if gains is not None:
+            kept = {
+                key: gain
+                for key, gain in (found.speedups or {}).items()
+                if (new := gains.get(key.partition("@")[0])) is None
+                or not similar(gain.flops_per_token, new.flops_per_token)
+            }
+            kept |= {f"{name}@{gain.flops_per_token:.3g}": gain for name, gain in gains.items()}
+            found = found.model_copy(update={"speedups": kept})
+        if run is not None:
+            found = found.model_copy(update={"runs": (*found.runs, run)[-MOST_RUNS:]})
+        write_text(path, found.model_dump_json(indent=1) + "\n")
     return path
 
 

@@ -1,9 +1,12 @@
 """What was measured on this hardware is kept per device, and is told apart by what it ran."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
+import torch
 
 from flatout.assembly import measured
 from flatout.assembly.choices import Decision, Gain
@@ -76,6 +79,33 @@ def test_runs_and_gains_are_kept_per_hardware(tmp_path, past):
     gains = {name: gain.gain for name, gain in found.items()}
     assert gains == {"compile@1e+06": 1.125, "bf16@2e+06": 1.5}
     assert read("NVIDIA H200 NVL", tmp_path).speedups is None
+
+
+def test_a_gpu_of_this_machine_has_the_name_that_torch_gives(monkeypatch):
+    """CUDA_VISIBLE_DEVICES=1,0 swaps them, and the driver does not."""
+    names = [gpu.name for gpu in GPUS[::-1]]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: names[int(device.partition(":")[2] or 0)]
+    )
+    devices = ("cuda", "cuda:0", "cuda:1")
+    assert [hardware_name(MACHINE, device) for device in devices] == [names[0], *names]
+    assert hardware_name(replace(MACHINE, is_here=False), "cuda") == H200, "it is planned for"
+
+
+def test_runs_that_end_together_are_both_kept(tmp_path, monkeypatch, past):
+    write = measured.write_text
+
+    def slowly(*arguments):
+        time.sleep(0.2)
+        write(*arguments)
+
+    monkeypatch.setattr(measured, "write_text", slowly)
+    runs = [past(rows_per_device=number) for number in range(2)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda run: keep(CPU, tmp_path, run=run), runs))
+    kept = runs_here(MACHINE, "cpu", tmp_path)
+    assert sorted(run.rows_per_device for run in kept) == [0, 1]
 
 
 def test_only_the_latest_runs_are_kept(tmp_path, monkeypatch, past):
