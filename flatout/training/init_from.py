@@ -92,6 +92,16 @@ def resolve_init_from(
     return config.with_values({"train.init_from": str(path.absolute())})
 
 
+def require_source(init_from: str, progress: Progress) -> None:
+    """Check that the run or checkpoint which `train.init_from` names can be read, if it is here.
+
+    Raises: CheckpointError.
+    """
+    is_here = Path(init_from).exists() or (RUNS / init_from).exists()
+    if init_from and is_here and not is_foreign(init_from):
+        find_weights(init_from, progress=progress)
+
+
 def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
     """Return the checkpoint that `init_from` names, or the best (else last) one of that run.
 

@@ -38,6 +38,7 @@ from flatout.models.lora import parameters_by_part, require_weights, with_adapte
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.storage.remote.urls import is_url
+from flatout.training.init_from import require_source
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are omitted."""
@@ -81,6 +82,7 @@ def make_plan(
     Raises: UsageError, also when the vocabulary size is not known.
     """
     require_weights(requested.lora, requested.train.init_from)
+    require_source(requested.train.init_from or "", progress)
     place, (dataset, note) = target_machine(requested, machine), find_data(requested, progress)
     target = Target(*place, dataset, cache)
     found = meshes(target, requested) if machine is not None else []

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from flatout.cli.commands.plan import plan
 from flatout.cli.commands.train import train
 from flatout.display import terminal_text
-from flatout.errors import ConfigError, UsageError
+from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.hardware import machine as hardware
 from flatout.measure.plan import prediction
 
@@ -291,3 +292,17 @@ def test_padding_is_not_planned_as_tokens(recipe, ragged_set, tmp_path, by_token
     assert packed.tokens == 6 * 2048
     share = 1 if by_tokens == "true" else 1.1 * found.tokens / packed.tokens
     assert found.tokens_per_s < share * packed.tokens_per_s
+
+
+def test_weights_that_are_here_must_be_readable(recipe, fox_run, tmp_path):
+    """Those that are elsewhere are not needed."""
+    words = [*SMALL, "model.vocab_size=101"]
+    run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "run")
+    for weights in run.glob("checkpoints/*/model-*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"No checkpoint .*damaged"):
+        plan(recipe, [*words, f"train.init_from={run}"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="there is no such run or checkpoint"):
+        plan(recipe, [*words, f"train.init_from={tmp_path / 'empty'}"])
+    assert plan(recipe, [*words, "train.init_from=elsewhere"]).params
