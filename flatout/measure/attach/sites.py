@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.anomaly_mode import detect_anomaly, set_detect_anomaly
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from flatout.config.registry import is_user_code
 from flatout.measure.attach.guard import guarded, replace
@@ -167,6 +167,7 @@ class Sites:
                     end_column=end_column,
                     is_direct=is_direct,
                     parameters=_parameters(receiver, name),
+                    is_in_order=isinstance(getattr(receiver, "sampler", None), SequentialSampler),
                 )
                 self._calls[key] = _Calls(site, code)
             if kind in ("optimizer", "caller"):

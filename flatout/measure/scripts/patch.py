@@ -136,13 +136,17 @@ def apply(patch: Patch, folder: Path) -> None:
 
 
 def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
-    """Return where an edit applies. Calls by libraries only count without calls by the user."""
+    """Return where an edit applies. Calls by libraries only count without calls by the user.
+
+    Loaders that read in order only count without others: those of evaluations are short.
+    """
     if edit.lines:
         found = [site for site in sites if site.kind in ("optimizer", "caller")]
         found.sort(key=lambda s: (s.names.get("model", "self") == "self", not s.is_direct))
         return found[:1]
     found = [s for s in sites if s.kind == edit.at and (not edit.only or s.name in edit.only)]
-    return [site for site in found if site.is_direct] or found
+    direct = [site for site in found if site.is_direct] or found
+    return [site for site in direct if not site.is_in_order] or direct
 
 
 def _words(edit: Edit, why: str, call: str) -> str:

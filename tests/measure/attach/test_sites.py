@@ -90,6 +90,16 @@ with th.autograd.set_detect_anomaly(False):
 """
 
 
+@pytest.mark.parametrize(("shuffles", "number"), [(True, 1), (False, 2)])
+def test_workers_are_for_the_loader_that_shuffles_if_any_does(run, tmp_path, shuffles, number):
+    source = "from torch.utils.data import DataLoader\ntest = DataLoader([3])\n"
+    source += f"train = DataLoader([1, 2], shuffle={shuffles})\n"
+    edits = {"data": Edit(at="loader", keywords={"num_workers": "2"})}
+    patch = patch_of(edits, run(source)[0], tmp_path)
+    assert f"+train = DataLoader([1, 2], shuffle={shuffles}, num_workers=2)" in patch.diff
+    assert patch.diff.count("num_workers") == number
+
+
 def test_calls_are_found_once_with_their_positions(run):
     sites, _ = run(SCRIPT, "model")
     found = [(site.kind, site.name, text_of(site)) for site in sites]
