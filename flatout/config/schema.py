@@ -346,6 +346,7 @@ def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()
     """
     stated = flat(wanted.model_dump(exclude_unset=True)).items()
     nulls = {key: value for key, value in stated if value is None}
+    nulls.pop("train.init_from", None)  # a run that goes on has its weights
     old, new = flat(stored.to_dict()), flat(wanted.to_dict()) | nulls
     changed = (
         key

@@ -390,7 +390,8 @@ def test_the_findings_are_printed_once_at_the_end(capsys):
 def test_a_notebook_shows_what_is_known(watch):
     assert repr(watch) == "A watch that has seen no step." == watch._repr_html_()
     train(watch, 20)
-    assert repr(watch) == f"{watch.verdict()} ({watch.steps} steps)"
+    verdicts = watch.verdict(), repr(watch), watch.verdict()  # what others use may change between
+    assert verdicts[1] in {f"{one} ({watch.steps} steps)" for one in verdicts[::2]}
     assert watch._repr_html_().startswith("<p>")
 
 

@@ -250,12 +250,14 @@ def found(name: str) -> bool:
 def test_the_readme_starts_with_the_essentials(root):
     """One screen has the charts, the installation and the three commands, each block for itself."""
     text = (root / "README.md").read_text(encoding="utf-8")
-    head = "\n".join(text.splitlines()[:50])
+    head = "\n".join(text.splitlines()[:60])
     assert head.startswith("# flatout\n")
     for part in ("cpu_peers.svg", "shakespeare_cpu.svg", "pip install", "PyPI"):
         assert part in head, part
     for line in ("flatout demo", "flatout demo book.txt", "flatout diagnose -- python train.py"):
         assert f"```sh\n{line}\n```" in head, line
+    first = "flatout demo book.txt\nflatout tune --patch faster.patch -- python train.py"
+    assert f"```sh\n{first}\n```" in "\n".join(text.splitlines()[:10])
     assert "make test" in text
     assert len(text.split()) <= 800
 

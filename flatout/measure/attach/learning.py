@@ -223,8 +223,8 @@ class Learning:
                     "weights_dtype": str(one.weights[0].dtype).removeprefix("torch."),
                     "highest_lr": max(one.rates, default=None),
                     "updates": float(torch.stack(one.shares).max())
-                    if one.shares and one.rates[:1] >= one.rates[-1:]  # no warm-up
-                    else None,
+                    if one.shares and one.rates[:1] >= one.rates[-1:] and len(self._looks) == 1
+                    else None,  # neither a warm-up, nor an adversary's
                     "watched_optimizer": type(optimizer).__name__,
                     "unreached": sum(map(Tensor.numel, lost)) / total,
                     "unreached_names": tuple(names[id(e)] for e in lost if id(e) in names),

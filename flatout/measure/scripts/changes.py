@@ -32,6 +32,8 @@ PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 core from those that it waits for where other processes use the cores, too."""
 FP32, BF16 = 1e-3, 2e-2
 """How far losses may differ because sums of these types are rounded in a different order."""
+NO_GPU = "not torch.accelerator.is_available()"
+"""What keeps an argument that was measured on a CPU from a GPU, as source text."""
 NO_CONVOLUTIONS = "There are no convolutions."
 
 
@@ -68,13 +70,13 @@ def num_workers() -> int:
 
 def edit_of(name: str, device: str = "{device}") -> Edit:
     """Return the edit of a change for this machine, and for a model on this type of device."""
-    edit, workers = CHANGES[name].edit, str(num_workers())
+    edit, workers, on_cpu = CHANGES[name].edit, str(num_workers()), device == "cpu"
 
     def filled(keywords: Mapping[str, str]) -> dict[str, str]:
         return {
-            key: text.format(workers=workers, on_cpu="not torch.cuda.is_available()")
+            key: text.format(workers=workers, on_cpu=NO_GPU, here=NO_GPU if on_cpu else "True")
             for key, text in keywords.items()
-            if device == "cpu" or "{on_cpu}" not in text
+            if on_cpu or "{on_cpu}" not in text
         }
 
     return replace(
@@ -232,7 +234,7 @@ CHANGES = {
             at="loss",
             around='{torch}.autocast("{device}", dtype={torch}.bfloat16)',
             library={
-                HF: {"bf16": "True", "use_cpu": "{on_cpu}"},  # where it asks for a GPU otherwise
+                HF: {"bf16": "{here}", "use_cpu": "{on_cpu}"},  # where it asks for a GPU otherwise
                 "Accelerator": {"mixed_precision": '"bf16"'},
                 "Fabric lightning:Trainer": {"precision": '"bf16-mixed"'},
             },

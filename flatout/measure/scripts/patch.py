@@ -32,8 +32,7 @@ class Edit:
     at: str = ""
     """Kind of `Site`. With "", lines belong to the optimizer, and other edits nowhere."""
     around: str = ""
-    """What the loss is computed inside, as the expression of a `with` statement. A type of device
-    in double quotes gives way to what the script calls its own."""
+    """What the loss is computed inside, as the expression of a `with` statement."""
     library: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Arguments that do the same where a library makes the calls, by the last words of the
     classes that take them, of one with a common name after the package that a file imports."""
@@ -270,8 +269,7 @@ class _Source:
         read = _names(block[last], ast.Load)
         while last > first + 1 and not read & _names(block[last - 1], ast.Store):
             last -= 1
-        inside = re.sub(r'"\w+"', site.names.get("device", r"\g<0>"), edit.around, count=1)
-        inside = inside.replace("{torch}", site.names["torch"])
+        inside = edit.around.replace("{torch}", site.names["torch"])
         begin, end = block[first].lineno, block[last - 1].end_lineno or 0
         before = self.data[self._at(begin, 0) : spans[first][0]]
         inner = {name for one in block[first:last] for name in _names(one, ast.Store)}

@@ -79,6 +79,7 @@ def measured(tiny_config, tmp_path, monkeypatch):
     """Return the findings by name, and the evidence, of a recipe with planted faults."""
     monkeypatch.setattr(recipe, "with_auto", lambda found, *_: found)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planted", raising=False)  # another test's, whose file is gone
     (tmp_path / "planted.py").write_text(PLANTED)
 
     def measure(**changes):
