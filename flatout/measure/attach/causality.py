@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 LEAST, MOSTLY, CLEARLY = 8, 0.9, 0.2
@@ -103,7 +105,8 @@ def looks_ahead(
 def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether outputs for other rows change when the first row of the inputs does.
 
-    What is square tells nothing: a graph, or pairs of rows. Nor do rows that are independent of
+    What is square tells nothing: a graph, or pairs of rows; nor what layers take for a single
+    sequence or image. Nor do rows that are independent of
     each other along the second dimension: then the first one is time. So it is where the inputs
     differ in it.
     """
@@ -126,8 +129,16 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
         return tree_map_only(Tensor, change, given)
 
-    found = dict[tuple[int, int], bool]()
-    for every in _outputs(model, given, changed(0), changed(1)):
+    found, single = dict[tuple[int, int], bool](), list[nn.Module]()
+
+    def look(module: nn.Module, args: Any) -> None:
+        sizes = 1 if isinstance(module, nn.RNNBase) else len(getattr(module, "kernel_size", ()))
+        if isinstance(module, (nn.RNNBase, _ConvNd)) and args[0].dim() < sizes + 2:
+            single.append(module)
+
+    with register_module_forward_pre_hook(look):
+        outputs = [*_outputs(model, given, changed(0), changed(1))]
+    for every in () if single else outputs:
         shape = every[0].shape
         if shape[:1] == shape[1:]:
             return False

@@ -68,8 +68,7 @@ class Inputs:
             self._tokens = max(self._tokens, *map(Tensor.numel, tokens), 0)
             every = (padding_id(one, rows) for one in tokens for rows in one.shape)
             self._ragged += [max((found[1] for found in every if found), default=0.0)]
-            # others are made by a layer, where the script calls `forward` itself
-            self._values += values_of([one for one in inputs if one.grad_fn is None])
+            self._values += values_of(inputs)
             self._scales += [scale_of(inputs)]
 
     def found(self, late: Sequence[Sequence[Tensor]] = (), worked: int = 0) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def scale_of(inputs: Sequence[Tensor]) -> float:
 
     What another layer has made does not count.
     """
-    dense = (one for one in inputs if one.layout is torch.strided and one.grad_fn is None)
+    dense = (one for one in inputs if one.layout is torch.strided and not one.requires_grad)
     floats = [one for one in dense if one.is_floating_point() and one.numel() >= MANY]
     return max((float(one.float().abs().mean()) for one in floats), default=0.0)
 
@@ -125,9 +124,10 @@ class Batches:
         """Note a batch."""
         if self._looks > LEAST_EQUAL:  # in every later step
             return
-        now = [one for one in tree_leaves(batch) if type(one) is Tensor and one.dim()]
-        if not now:
-            return
+        every = tree_leaves(batch)
+        now = [one for one in every if type(one) is Tensor and one.dim()]
+        if not now or not all(isinstance(one, (Tensor, float)) for one in every if one is not None):
+            return  # texts and arrays are not compared
         before = self._before
         is_same = len(now) == len(before) and all(map(torch.equal, now, before))
         self._looks += 1 if is_same or not self._looks else LEAST_EQUAL + 1
@@ -161,8 +161,12 @@ def values_of(inputs: Sequence[Tensor]) -> list[tuple[bool, bool]]:
 
     [] where they are too small to tell. Reading values waits for the device.
     """
-    every = [one for one in inputs if one.dim() > 1 and one.numel() >= MANY]
-    is_constant = all(bool((one == one.flatten()[0]).all()) for one in every)
+    every = [one for one in inputs if one.dim() > 1 and one.numel() >= MANY and not one.grad_fn]
+    is_constant = all(
+        one.grad_fn is None and bool((one == one.flatten()[0]).all())
+        for one in inputs  # small ones, and what a layer has made, may be the data
+        if one.numel() > 1
+    )
     are_large = any(
         float(one.abs().max()) > LARGE and float(one.float().std()) > SPREAD
         for one in every
@@ -211,6 +215,7 @@ def padding_id(targets: Tensor, rows: int) -> tuple[int, float] | None:
             lengths = is_last.flip(1).cumprod(1).sum(1)
             share = float(lengths.sum() / targets.numel())
             is_only = bool(is_last.sum() == lengths.sum()) and bool((lengths != lengths[0]).any())
+            is_only &= bool(((lengths > 0) & (lengths < each.shape[1])).any())
             if is_only and share >= MUCH:
                 return int(each[is_last][0]), share
     return None

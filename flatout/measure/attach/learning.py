@@ -36,9 +36,10 @@ the first steps may warm up.
 """
 MOST_STEPS = 100
 """Steps of all optimizers after which nothing is looked at any more."""
-LATE, LEAST_LATE = (12, 14, 16, 40, 80), 3
-"""Steps of an optimizer after which it is looked again whether the update is taken back, and
-fewest of them that tell something.
+LATE, LEAST_LATE, SEVERAL = (11, 13, 17, 37, 79), 3, 1.5
+"""Steps of an optimizer after which it is looked again whether the update is taken back, fewest of
+them that tell something, and the part from which several updates are: those of weights that are
+averaged every few steps.
 """
 TENSORS, SOME = 8, 64
 """The largest tensors of an optimizer, and values of each, that are looked at."""
@@ -266,6 +267,7 @@ class Learning:
             every = _all(optimizer)
             is_new = every[0] in self.first
             self.first[every[0]] = True
+            every = [each for each in every if each.requires_grad]  # a part may be frozen
             every.sort(key=lambda weights: -weights.numel())
             largest = [each for each in every if each.device == every[0].device][:TENSORS]
             self._looks[optimizer] = _Looks([each for each in largest if each.numel()])
@@ -354,7 +356,8 @@ def _taken_back(one: _Looks, latest: list[Tensor]) -> Tensor:
     update = then - first
     learns = now != first
     update = update * (learns | ~(learns & (update != 0)).any())
-    return ((then - now) * update).sum() / update.square().sum().clamp_min(1e-300)
+    share = ((then - now) * update).sum() / update.square().sum().clamp_min(1e-300)
+    return share * (share < SEVERAL)
 
 
 def _all(optimizer: Optimizer) -> list[Tensor]:

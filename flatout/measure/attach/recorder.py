@@ -28,6 +28,7 @@ from flatout.config.registry import is_user_code
 from flatout.measure.attach.causality import are_own, laid_out, predicted
 from flatout.measure.attach.guard import guarded
 from flatout.measure.attach.inputs import classes_in, padding_id, sorted_classes
+from flatout.measure.attach.learning import some_of
 from flatout.measure.attach.lines import (
     MIN_SAMPLES,
     Line,
@@ -59,7 +60,9 @@ PAIRED = ("Div", "Mul", "Cat", "Bmm", "Sum")
 ARRANGES = re.compile(
     "(Unsafe)?View|Reshape|Transpose|Permute|T0|TBack|.*queeze|Select|Slice|Clone"
 )
-LIMIT = re.compile("(?i)(capacity|maxlen|max_?size|(buffer|memory|replay|queue)_?(size|len))$")
+LIMIT = re.compile(
+    r"(?i)((capacity|maxlen|max_?size|(buffer|memory|replay|queue)_?(size|len))|\.(n|cap|limit))$"
+)
 """Names of numbers that say how long a container beside them becomes."""
 WRITES = re.compile("(?!__).*_|__(set|setitem|i(add|sub|mul|truediv))__")
 """Functions that change their first argument."""
@@ -244,10 +247,7 @@ class CallRecorder(TorchFunctionMode):
             return
         self._open.append((result.grad_fn, line, seconds, self._steps))
         _metadata(result.grad_fn)[LINE] = line
-        for one in args if phase == "forward" else ():
-            if isinstance(one, Parameter) and one.requires_grad and one not in self._weights:
-                self._weights[one] = False
-                self._fresh.append((weakref.ref(one), line))
+        self._note_fresh(args if phase == "forward" else (), line)
         two = [one for one in args if isinstance(one, Tensor)]
         # targets have no gradient, as the other side of pairs of predictions has
         if len(two) == 2 and phase != "forward" and two[0].requires_grad != two[1].requires_grad:
@@ -273,6 +273,16 @@ class CallRecorder(TorchFunctionMode):
                 for one in filter(torch.is_tensor, every)
             )
         return False
+
+    def _note_fresh(self, args: tuple[Any, ...], line: Line) -> None:
+        """Note weights that were not used before, and are no copy of those of an optimizer."""
+        for one in args:
+            if isinstance(one, Parameter) and one.requires_grad and one not in self._weights:
+                known = (each for each, is_updated in self._weights.items() if is_updated)
+                same = (each for each in known if each.shape == one.shape)
+                if not any(bool((some_of(each) == some_of(one)).all()) for each in same):
+                    self._fresh.append((weakref.ref(one), line))
+                self._weights[one] = False
 
     def sorted_classes(self, steps: int) -> int | None:
         """Return the number of classes in successive steps, if each step has few of them."""

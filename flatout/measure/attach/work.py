@@ -310,7 +310,9 @@ class Work:
             return (known, place)
         if root not in self._numbers:
             self._numbers[root] = next(self._count)
-        return (self._numbers[root], root._version, place)
+        # a script that writes weights.data leaves their version as it is
+        values = tuple(some_of(root).tolist()) if isinstance(root, torch.nn.Parameter) else ()
+        return (self._numbers[root], root._version, place, values)
 
     def _time(self, node: Any, kind: str, line: Line, forward_s: float) -> None:
         """Time a node's part of backward passes, and see whether its gradients are zero."""

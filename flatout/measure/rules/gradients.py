@@ -110,7 +110,8 @@ GRADIENTS = [
         "Outputs for a row of the batch depend on other rows.",
         lambda e: e.mixes_rows and "spoils",
         "With another first row, the model's outputs for the other rows of the batch change, in "
-        "evaluation mode as well. Only a model that compares its rows does so by design.",
+        "evaluation mode as well. Only a model that compares its rows, or is given a graph or one "
+        "sequence without a batch dimension, does so by design.",
         "Look for a softmax, a mean or a norm along dimension 0, and for view() or reshape() where "
         "dimensions should be exchanged: transpose() or permute().",
         site="padding",

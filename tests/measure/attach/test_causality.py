@@ -117,6 +117,13 @@ def test_the_tokens_of_one_sequence_are_no_rows():
     assert not mixes_rows(tagger, (torch.arange(9),), {})
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM(5, 6), nn.Conv2d(9, 9, 3, padding=1)])
+def test_one_sequence_or_image_without_a_batch_dimension_has_no_rows(layer):
+    given = torch.rand(9, 5) if isinstance(layer, nn.LSTM) else torch.rand(9, 4, 5)
+    assert not mixes_rows(layer, (given,), {})
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
 def test_batch_norm_mixes_no_rows_in_evaluation():
     assert not mixes_rows(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(24)), (IMAGES,), {})
 

@@ -73,6 +73,7 @@ ROWS, MEMORY = torch.arange(80.0).view(20, 4), torch.empty(2, 4)
         (lambda step: ROWS[: 2 + step // 6].clone(), 2),  # looks are over by then
         (lambda step: MEMORY.copy_(ROWS[2 * step : 2 * step + 2]), None),
         (lambda step: MEMORY.copy_(ROWS[:2]), 2),
+        (lambda step: {"text": [f"{step}"], "weights": torch.ones(2)}, None),
         (lambda step: step, None),
     ],
     ids=[
@@ -84,6 +85,7 @@ ROWS, MEMORY = torch.arange(80.0).view(20, 4), torch.empty(2, 4)
         "later",
         "one memory",
         "its rows",
+        "texts",
         "no tensor",
     ],
 )
@@ -106,6 +108,7 @@ IMAGES = (255 * torch.rand(6, 8, 3, 16, generator=torch.Generator().manual_seed(
         (lambda step: [torch.zeros(8, 16), IMAGES[step] / 255], ""),
         (lambda step: [torch.zeros(8, 16) if step else IMAGES[0] / 255], ""),
         (lambda step: [torch.zeros(8)], ""),  # the time of a differential equation
+        (lambda step: [torch.zeros(8, 16), IMAGES[step, 0, 0]], ""),  # a state, and a few values
         (lambda step: [IMAGES[step]], "large_inputs"),
         (lambda step: [IMAGES[step].long()], ""),  # tokens
         (lambda step: [IMAGES[step] - 128], "large_inputs"),
@@ -131,6 +134,7 @@ TARGETS = {
     "left": (padded([5, 16, 9, 30], width=32, left=True), 0),
     "ignored": (TOKENS.masked_fill(TOKENS == 0, -100), -100),
     "all of a length": (padded([16, 16, 16, 16], width=32), None),
+    "half of all rows": (torch.cat([torch.zeros(4, 16), torch.ones(4, 16)], 1).long(), None),
     "little of it": (padded([31, 32, 29, 30], width=32), None),
     "also in the middle": (TOKENS.index_fill(1, torch.tensor([2]), 0), None),
     "text": (torch.arange(128).reshape(4, 32) % 7, None),
@@ -158,6 +162,10 @@ def test_padding_in_rows_of_different_lengths_and_data_that_is_scaled_again_are_
     found = inputs.found([[kept / 100], [kept / 90]])
     assert found["ragged"] == pytest.approx(1 - 138 / 384)
     assert found["rescaled"] == pytest.approx(1 / 90)
+    learned = kept.clone().requires_grad_()
+    for _ in range(2):
+        inputs.look([learned], {}, reads=True)
+    assert Inputs().found([[learned * 30], [learned * 30]])["rescaled"] == 1.0
     assert inputs.found([[kept / 100], [kept * 90]])["rescaled"] == 1.0, "both ways"
     made = kept.clone().requires_grad_() / 100  # by another layer
     assert inputs.found([[made], [made]])["rescaled"] == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections import deque
@@ -396,6 +397,11 @@ CREATED = {
         "loss = (net(x) @ head).sum()",
         False,
     ),
+    "copied": (
+        "own = copy.deepcopy(net)\nloss = own(x).sum(); loss.backward()\n"
+        "torch.optim.SGD(net.parameters(), lr=0.1).step()",
+        False,
+    ),
     "inverted": (
         "z = nn.Parameter(torch.ones(3, 2))\nloss = net(x + z * z).sum(); loss.backward()\n"
         "torch.optim.SGD([z], lr=0.1).step()",
@@ -409,7 +415,7 @@ def test_weights_that_are_new_in_each_step_are_found_at_their_line(name, tmp_pat
     text, is_found = CREATED[name]
     path = tmp_path / "train.py"
     path.write_text(text)
-    space = {"torch": torch, "nn": nn, "x": torch.ones(3, 2), "net": nn.Linear(2, 2)}
+    space = {"torch": torch, "nn": nn, "x": torch.ones(3, 2), "net": nn.Linear(2, 2), "copy": copy}
     with CallRecorder(lambda: "forward") as recorder:
         for _ in range(6):
             exec(compile(text, str(path), "exec"), space)

@@ -78,6 +78,11 @@ step(net(y).mean())
 """,
     "changed in place": "graph += 0.1\ny = graph * 2\nstep(net(y).mean())\n",
     "weights that learn": "y = net.weight * 2\nstep((images @ y).mean())\n",
+    "weights that the script writes": """
+y = F.linear(images, frozen.weight)
+step(net(y).mean())
+frozen.weight.data.add_(0.1)
+""",
     "dropout": "y = F.dropout(images)\nz = y * 2\nstep(net(z).mean())\n",
     "other rows of the same data": """
 at = torch.randint(64, ()).item()
