@@ -135,7 +135,7 @@ def values_of(requested: RunConfig, sweep: str | None) -> dict[str, dict[str, An
     if sweep is not None and (len({*words}) < 2 or key.startswith(UNMEASURED)):
         raise ConfigError(
             f"--sweep {sweep} names no values that trials measure and compare.",
-            fix="Write --sweep batch.rows_per_device=8,16,32.",
+            fix="Name two values and more: --sweep batch.rows_per_device=8,16.",
         )
     found = {word: dict(parse_overrides([word], RunConfig)) for word in words}
     for one in found.values():

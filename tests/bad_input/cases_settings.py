@@ -184,7 +184,7 @@ a sweep of what trials do not do
     log.every=1,100 | no values that trials measure -> batch.rows_per_device
 a sweep over nothing
     bench my.yaml --sweep batch.rows_per_device=,
-    names no values -> batch.rows_per_device=8,16,32
+    names no values -> batch.rows_per_device=8,16
 """),
     Case(
         "aliases that stand for millions of values",

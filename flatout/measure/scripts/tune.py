@@ -115,7 +115,7 @@ def tune_script(
         **facts_of(race) | found,
     )
     each_s = 2 * TRIALS * race.expected_s(UNCHANGED)
-    result = result.model_copy(update={"notes": notes(result, each_s)})
+    result = result.model_copy(update={"notes": notes(result, each_s, patch)})
     if result.path:  # what nobody asked for is not left behind where nothing was found
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / FILE, result.model_dump_json(indent=1) + "\n")
@@ -262,8 +262,11 @@ def proof_of(search: Search, edits: Patch) -> tuple[dict[str, Any], str | None]:
     return found, None
 
 
-def notes(found: ScriptTuning, each_s: float) -> list[str]:
-    """Return what was found in all, and how to use it. `each_s` are the seconds of a race."""
+def notes(found: ScriptTuning, each_s: float, patch: Path | str | None = None) -> list[str]:
+    """Return what was found in all, and how to use it.
+
+    `each_s`: seconds of a race. `patch`: where the patch was wanted.
+    """
     unproven = [row for row in found.changes if UNPROVEN in (row.reason or "")]
     lines = []
     if found.gain:
@@ -279,7 +282,7 @@ def notes(found: ScriptTuning, each_s: float) -> list[str]:
     lines += [found.withheld] if found.withheld else []
     if found.patch:
         lines += ["", found.patch.rstrip(), ""]
-        file = f"{found.path}/{PATCH}"
+        file = str(patch or f"{found.path}/{PATCH}")
         git = f"git -C {in_shell(found.root)} apply" if found.root else "git apply"
         lines.append(f"Apply it: {git} {in_shell(os.path.abspath(file) if found.root else file)}")
     for one in found.by_hand:

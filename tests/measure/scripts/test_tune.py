@@ -320,6 +320,7 @@ def test_a_patch_is_given_only_if_the_patched_script_keeps_the_gain(
     assert (withheld or "None") in str(result.withheld)
     assert bool(result.patch) is (withheld is None)
     assert (tmp_path / "x.patch").exists() is (withheld is None)
+    assert ("Apply it: git apply x.patch" in result.summary()) is (withheld is None)
     assert bool(result.taken) is (withheld is None)
 
 
