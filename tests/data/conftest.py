@@ -12,6 +12,7 @@ from faulty_store import store  # noqa: F401
 from flatout.data.prepare.import_tokens import DatasetWriter
 from flatout.data.store.shards import Dataset
 from flatout.progress import SILENT
+from flatout.storage import files
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -41,6 +42,7 @@ class StubTokenizer:
 
     def save(self, path: Path):
         path.write_bytes(CONTENT)
+        files.sync(path)
 
     def digest(self):
         return hashlib.sha256(CONTENT).hexdigest()

@@ -13,7 +13,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 101_428,
-    "data": 59_412,
+    "data": 59_409,
     "training": 55_476,
     "cli": 24_057,
     "models": 23_069,

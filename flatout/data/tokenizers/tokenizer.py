@@ -26,7 +26,7 @@ from flatout.data.tokenizers.engines import (
     table_of,
 )
 from flatout.errors import DataError
-from flatout.storage.files import write_text
+from flatout.storage.files import sync, write_text
 from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
@@ -146,10 +146,14 @@ class Tokenizer:
         return json.dumps(named, indent=1, sort_keys=True) + "\n"
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer.json to `path`, and its settings, if it has any, beside it."""
+        """Write the tokenizer.json to `path`, and its settings, if it has any, beside it.
+
+        Both are synced.
+        """
         if self.settings:
             write_text(path.with_name(CONFIG_FILE), self.settings)
         path.write_bytes(self.content)
+        sync(path)
 
     def digest(self) -> str:
         """Return the SHA-256 of the files that `save` writes, one after the other."""

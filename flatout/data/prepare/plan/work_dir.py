@@ -311,8 +311,6 @@ class WorkDir:
         with writing(self.out):
             tokenizer.save(self.dataset / TOKENIZER)
             files = stored_files(self.dataset / TOKENIZER)
-            for path in files:
-                sync(path)
             manifest = Manifest(
                 flatout=str(import_module("flatout").__version__),
                 dtype=token_dtype(tokenizer.vocab_size),
