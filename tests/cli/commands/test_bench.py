@@ -58,7 +58,7 @@ def test_json_has_all_fields_also_after_an_interruption(measured, capsys, tiny_s
         ("shakespeare-char", "data.path is not set"),
         ("shakespeare-char optim.lrr=1", "optim.lr"),
         ("shakespeare-char data.path=nowhere", "nowhere"),
-        ("shakespeare-char data.path=SET --sweep bacth", "Write --sweep batch.rows_per_device=8"),
+        ("shakespeare-char data.path=SET --sweep bacth", "--sweep batch.rows_per_device=8,16"),
         ("shakespeare-char --sweep --out x", "'--sweep' requires an argument"),
         ("shakespeare-char --minutes 0", "minutes"),
         ("shakespeare-char --repeats 0", "repeats"),
