@@ -106,9 +106,8 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Return whether outputs for other rows change when the first row of the inputs does.
 
     What is square tells nothing: a graph, or pairs of rows; nor what layers take for a single
-    sequence or image. Nor do rows that are independent of
-    each other along the second dimension: then the first one is time. So it is where the inputs
-    differ in it.
+    sequence or image. Nor do rows that are independent of each other along the second dimension:
+    then the first one is time. So it is where the inputs differ in it.
     """
     given = (args, kwargs)
     inputs = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()]
@@ -133,7 +132,7 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     def look(module: nn.Module, args: Any) -> None:
         sizes = 1 if isinstance(module, nn.RNNBase) else len(getattr(module, "kernel_size", ()))
-        if isinstance(module, (nn.RNNBase, _ConvNd)) and args[0].dim() < sizes + 2:
+        if isinstance(module, (nn.RNNBase, _ConvNd)) and args and args[0].dim() < sizes + 2:
             single.append(module)
 
     with register_module_forward_pre_hook(look):

@@ -104,7 +104,7 @@ class Inputs:
 def scale_of(inputs: Sequence[Tensor]) -> float:
     """Return the mean size of the numbers of some inputs. 0 where they are few, or no floats.
 
-    What another layer has made does not count.
+    What another layer has made, or what learns, does not count.
     """
     dense = (one for one in inputs if one.layout is torch.strided and not one.requires_grad)
     floats = [one for one in dense if one.is_floating_point() and one.numel() >= MANY]
