@@ -61,7 +61,7 @@ def bench(
 
 COMMAND = Command(
     bench,
-    example="flatout bench shakespeare-char data.path=data/s --minutes 6",
+    example="flatout bench shakespeare-char data.path=data/text --minutes 6",
     writes_files=True,
     is_timed=True,
 )

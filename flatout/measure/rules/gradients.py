@@ -27,7 +27,7 @@ GRADIENTS = [
     ),
     row(
         "cleared-gradients",
-        "The optimizer finds no gradients: they are cleared before its step, or of others.",
+        "The optimizer finds no gradients: cleared before its step, or of other weights.",
         lambda e: (e.without_gradients or 0.0) > 0.9 and "spoils",
         "{e.watched_optimizer} finds no gradients in {e.without_gradients:.0%} of the steps, "
         "although each goes backward: it updates nothing.",
