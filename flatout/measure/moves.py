@@ -189,7 +189,11 @@ def tolerance_between(one: Setting, other: Setting) -> Tolerance:
     unshared = one.on ^ other.on
     if {key for key, _ in one.values ^ other.values} & {ROWS}:
         unshared |= {*speedups_for("most_rows")}
-    tolerances = [SPEEDUPS.get(name).tolerance for name in unshared]
+    changed = [SPEEDUPS.get(name) for name in unshared]
+    tolerances = [speedup.tolerance for speedup in changed]
+    if any("activations" in speedup.sets for speedup in changed):  # other code is compiled
+        shared = (SPEEDUPS.get(name) for name in one.on & other.on)
+        tolerances += [speedup.tolerance for speedup in shared if speedup.compiles]
     loosest = max(tolerances, key=lambda p: STRICTNESS.index(p.kind), default=Tolerance.exact())
     kind = loosest.kind
     amplified = (SPEEDUPS.get(n).tolerance.rtol for n in one.on & other.on if kind == "rounding")

@@ -203,6 +203,8 @@ class ScriptTuning(Measurement):
     """The winners as a unified diff. "" means none."""
     by_hand: list[ByHand] = Field([])
     """What to write where no exact edit is possible."""
+    options: list[str] = Field([])
+    """Words to add to the command, for what is an option of the script or becomes one."""
     withheld: str | None = None
     """Why no patch is given, although there are winners."""
 

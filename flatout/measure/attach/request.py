@@ -135,7 +135,8 @@ class Site(Stored):
     is_in_order: bool = False
     """Whether a loader reads its rows in order, as for an evaluation."""
     names: dict[str, str] = Field(default_factory=dict)
-    """Expressions of that line for the root "model" and for "torch", as far as there are any."""
+    """Expressions of that line for the root "model", "torch" and the type of the model's "device",
+    as far as there are any."""
     floats: list[str] = Field(default_factory=list)
     """Of a loss: expressions for tensors in fp32 there that are no single number."""
 

@@ -51,6 +51,8 @@ class _Calls:
     """Kept, so that no other code gets its identity."""
     visible: set[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=set)
     """Expressions there, and the modules that they name."""
+    devices: dict[str, str] = field(default_factory=dict)
+    """Expressions there of a type of device, and their values."""
 
 
 class Sites:
@@ -81,6 +83,10 @@ class Sites:
         for calls in [*self._calls.values()]:
             name = _name_of(model, calls)
             names = calls.site.names | ({"model": name} if name else {})
+            weights = None if model is None else next(model.parameters(), None)
+            here = weights is not None and weights.device.type
+            devices = [one for one, kind in calls.devices.items() if kind == here]
+            names |= {"device": min(devices, key=len)} if devices else {}
             sites.append(calls.site.model_copy(update={"names": names}))
         return tuple(sites)
 
@@ -222,6 +228,12 @@ def _look_around(frame: FrameType, calls: _Calls) -> None:
         # the type, since a proxy may not want to be asked what it is an instance of
         if issubclass(type(value), nn.Module):
             calls.visible.add((name, weakref.ref(value)))
+        if type(value) is torch.device:
+            calls.devices[f"{name}.type"] = value.type
+        elif type(value) is str and name.endswith("device_type"):
+            calls.devices[name] = value
+        elif type(value) is str and name.endswith("device"):
+            calls.devices[f"{{torch}}.device({name}).type"] = value.partition(":")[0]
         is_float = type(value) is Tensor and value.dtype == torch.float32 and value.dim()
         if is_float and calls.site.kind == "loss":
             calls.site.floats.append(name)

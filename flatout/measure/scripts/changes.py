@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from flatout.distributed.launch import stated_variables
 from flatout.hardware.machine import BUSY_CORES, probe
 from flatout.measure.evidence import MOST_WORKERS, Evidence
+from flatout.measure.scripts.options import Option
 from flatout.measure.scripts.patch import Edit
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -238,6 +239,16 @@ CHANGES = {
                 "Accelerator": {"mixed_precision": '"bf16"'},
                 "Fabric lightning:Trainer": {"precision": '"bf16-mixed"'},
             },
+            option=Option(
+                "bf16",
+                "run the forward pass in bf16 autocast",
+                "amp|bf16|bfloat16|fp16|float16|half(?!_life)|precision|autocast|dtype",
+                {
+                    "bf16": "{flag}",
+                    "mixed_precision": '"bf16" if {flag} else "no"',
+                    "precision": '"bf16-mixed" if {flag} else "32-true"',
+                },
+            ),
         ),
         lambda e: {
             "The forward pass is not in fp32.": e.autocast or e.dtype != "float32",
@@ -283,7 +294,11 @@ CHANGES = {
     ),
     "compile": Change(
         "the model is compiled",
-        Edit(lines=("{model}.compile()",), library={HF: {"torch_compile": "True"}}),
+        Edit(
+            lines=("{model}.compile()",),
+            library={HF: {"torch_compile": "True"}},
+            option=Option("compile", "compile the model", "compile", {"torch_compile": "{flag}"}),
+        ),
         lambda e: {"The model is compiled already.": e.compiled},
         FP32,
         undo=("{model}._compiled_call_impl = None",),

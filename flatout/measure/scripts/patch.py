@@ -6,8 +6,9 @@ import ast
 import difflib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,27 @@ from typing import Any
 from pydantic import Field
 
 from flatout.measure.attach.request import Site
+from flatout.measure.scripts.options import (
+    EVALUATION,
+    Option,
+    Parser,
+    entry_at,
+    flag_of,
+    namespace_at,
+    nodes_of,
+    options_in,
+    parser_in,
+    scopes_at,
+)
+from flatout.measure.scripts.syntax import blocks_of, items_of, names_in, reads_values
 from flatout.storage.files import Stored
 
 DECIDED = "the script decides it there"
 """Why an argument that is an expression is left alone. Said where no other call can be edited."""
-EXACT = r"{0}\.(?:argmax|shape|size)\b|\bargmax\({0}"
-"""What reads of a result its type does not change."""
+LINE = 88
+"""Columns of a line that no style finds too long."""
+Spans = Sequence[tuple[int, int]]
+"""Where pieces of text start and end."""
 Made = dict[tuple[int, int, str], bytes]
 """New text by the bytes that it replaces, and by what it is if it replaces none."""
 
@@ -32,7 +48,8 @@ class Edit:
     at: str = ""
     """Kind of `Site`. With "", lines belong to the optimizer, and other edits nowhere."""
     around: str = ""
-    """What the loss is computed inside, as the expression of a `with` statement."""
+    """What the loss is computed inside, as the expression of a `with` statement. With an option,
+    the type of the device in it gives way to what the script calls its own."""
     library: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Arguments that do the same where a library makes the calls, by the last words of the
     classes that take them, of one with a common name after the package that a file imports."""
@@ -49,6 +66,26 @@ class Edit:
     """Variables of the process, which no edit can set early enough."""
     by_hand: str = ""
     """What the user can do where there is no such site."""
+    option: Option | None = None
+    """None: it is made for everybody who runs the script."""
+
+    def under(self, flag: str, device: str | None = None) -> Edit:
+        """Return the edit that is only made where an expression is true.
+
+        `device`: an expression for the type of the device.
+        """
+        stated = self.option.values if self.option else {}
+        values = {name: text.replace("{flag}", flag) for name, text in stated.items()}
+        around = self.around and f"{self.around[:-1]}, enabled={flag})"
+        return replace(
+            self,
+            around=re.sub(r'"\w+"', device, around, count=1) if device else around,
+            lines=self.lines and (f"if {flag}:", *(f"    {line}" for line in self.lines)),
+            library={
+                known: {name: values.get(name, text) for name, text in keywords.items()}
+                for known, keywords in self.library.items()
+            },
+        )
 
 
 class ByHand(Stored):
@@ -71,35 +108,47 @@ class Patch(Stored):
     """A unified diff that `git apply` and `patch -p1` take in the root. "" means no edits."""
     by_hand: list[ByHand]
     """What it leaves to the user."""
+    options: list[str] = Field(default_factory=list)
+    """Words to add to the command that starts the script: without them, the edits under options do
+    nothing."""
     files: dict[str, str] = Field(default_factory=dict, exclude=True)
     """The whole new files, by their paths in the root. Not stored."""
 
 
-def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Patch:
+def patch_of(
+    edits: Mapping[str, Edit], sites: Sequence[Site], root: Path, *, has_options: bool = True
+) -> Patch:
     """Return the patch that makes the edit of each change in the files below `root`.
 
-    Every byte that is not part of an edit does not change.
+    Every byte that is not part of an edit does not change. `has_options`: whether words that are
+    added to the command reach the script.
     """
     root = root.resolve()
-    sources: dict[str, _Source | str] = {}
+    sources = {file: _read(Path(file), root) for file in {site.file: None for site in sites}}
+    known = [one for one in sources.values() if isinstance(one, _Source)]
+    for one in known:
+        one.project, one.parser = known, _parser_of(known) if has_options else None
     by_hand: list[ByHand] = []
     for change, edit in edits.items():
         places = _sites_of(edit, sites)
         if not any(site.is_direct for site in places) or edit.around:
-            known = [_source_in(sources, file, root) for file in {s.file: None for s in sites}]
-            left = [one.set_in_library(change, edit) for one in known if isinstance(one, _Source)]
+            left = [one.set_in_library(change, edit) for one in known]
             if any(one is not None for one in left):
                 by_hand += chain(*filter(None, left))
                 continue
         decided: list[ByHand] = []
         is_edited = False
+        homes = ((sources[site.file], site.line) for site in places)
+        is_option = any(
+            isinstance(one, _Source) and one.is_optional(edit, line) for one, line in homes
+        )
         for site in places or (None,):
             reason: str | None = "no line of the script that calls it is known"
             file = line = None
             call = " or ".join(edit.only) or edit.at
             if site is not None:
-                source = _source_in(sources, site.file, root)
-                reason = source if isinstance(source, str) else source.edit(edit, site)
+                source = sources[site.file]
+                reason = source if isinstance(source, str) else source.edit(edit, site, is_option)
                 file, line, call = site.file, site.line, site.name
             if reason is not None:
                 words = (edit.by_hand if site is None else "") or _words(edit, reason, call)
@@ -108,8 +157,8 @@ def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Pa
             is_edited |= reason is None
         by_hand += [] if is_edited else decided
     files, diff = {}, ""
-    for source in sources.values():
-        if isinstance(source, _Source) and source.edits:
+    for source in known:
+        if source.edits:
             name = source.path.relative_to(root).as_posix()
             files[name] = source.text().decode()
             tab = "\t" if " " in name else ""  # ends a name with spaces
@@ -118,14 +167,8 @@ def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Pa
             )
             for text in difflib.unified_diff(before, after, f"a/{name}{tab}", f"b/{name}{tab}"):
                 diff += text if text.endswith("\n") else f"{text}\n\\ No newline at end of file\n"
-    return Patch(diff=diff, by_hand=by_hand, files=files)
-
-
-def _source_in(sources: dict[str, _Source | str], file: str, root: Path) -> _Source | str:
-    """Return a file as the edits so far leave it, or why it cannot be edited."""
-    if file not in sources:
-        sources[file] = _read(Path(file), root)
-    return sources[file]
+    options = dict.fromkeys(chain.from_iterable(source.words for source in known))
+    return Patch(diff=diff, by_hand=by_hand, options=[*chain(*options)], files=files)
 
 
 def apply(patch: Patch, folder: Path) -> None:
@@ -178,12 +221,28 @@ def _read(path: Path, root: Path) -> _Source | str:
         return f"the file cannot be read as UTF-8 ({error})"
 
 
+def _parser_of(known: Sequence[_Source]) -> tuple[_Source, Parser] | None:
+    """Return the parser of a script's options, with its file. None: it has none, or several."""
+    files = [one for one in known if b"ArgumentParser" in one.data]
+    parser = parser_in(files[0]._tree) if len(files) == 1 else None
+    return (files[0], parser) if parser else None
+
+
 class _Source:
     """A file, and the edits of it so far."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         self.path, self.data = path, data
         self.edits: Made = {}
+        self.words: list[tuple[str, ...]] = []
+        """Options for the command, each with its value."""
+        self._said: list[tuple[str, ...]] = []
+        """Those of the edit that is being made."""
+        self.project = [self]
+        """All files that can be edited."""
+        self.parser: tuple[_Source, Parser] | None = None
+        """The parser of the script's options, with its file. None: options do not reach it."""
+        self._unit = b"\t" if b"\n\t" in data else b"    "
         self._tree, self._newline = ast.parse(data), b"\r\n" if b"\r\n" in data else b"\n"
         modules = (n for n in ast.walk(self._tree) if isinstance(n, ast.Import | ast.ImportFrom))
         self._imported = " ".join(map(ast.unparse, modules))
@@ -195,15 +254,141 @@ class _Source:
         """All but those of whose results only an attribute is read."""
         self._starts = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
 
-    def edit(self, edit: Edit, site: Site) -> str | None:
-        """Edit at a site, or return why that is not possible."""
-        made = self._wrapped(edit, site) if edit.around else self._edit(edit, site)
+    def edit(self, edit: Edit, site: Site, is_option: bool) -> str | None:
+        """Edit at a site, or return why that is not possible.
+
+        `is_option`: other sites have the edit under an option, so that it cannot be for everybody.
+        """
+        under = self.optional(edit, site.line, site.names.get("device"))
+        if isinstance(under, str):
+            return under
+        if is_option and under[0] is edit:
+            return "its option does not reach this line"
+        self._said = []
+        made = self._wrapped(under[0], site) if edit.around else self._edit(under[0], site)
         if isinstance(made, str):
             return made
-        if not self._is_valid(made):
+        return self._commit([(self, made), *under[1]])
+
+    def _commit(self, made: list[tuple[_Source, Made]]) -> str | None:
+        """Make edits of one change, or return why that is not possible."""
+        if not all(source._is_valid(each) for source, each in made):
             return "the file would not be valid Python with it"
-        self.edits |= made
+        for source, each in made:
+            source.edits |= each
+            self.words += [(key,) for *_, key in each if key.startswith("--")]
+        self.words += self._said
         return None
+
+    def optional(
+        self, edit: Edit, line: int, device: str | None = None
+    ) -> tuple[Edit, list[tuple[_Source, Made]]] | str:
+        """Return an edit under an option of the script, with the edits that add the option.
+
+        Functions and classes that do not see it get it as an argument: without options, from other
+        files. Where nobody could pass it, this is the edit itself. A string says that the script
+        has such an option already.
+        """
+        option = edit.option
+        if option is None:
+            return edit, []
+        for source in self.project:
+            for name, call in (options_in(source._tree) or {}).items():
+                if option.is_done_by(name):
+                    return f"the script has an option of its own, {flag_of(call)}"
+        parser, more = self.parser, list[tuple[_Source, Made]]()
+        if parser is not None:
+            more = [(parser[0], parser[0]._declared(parser[1], option))]
+            owner = namespace_at(self._tree, line, parser[1])
+            if owner is not None:
+                return edit.under(f"{owner}.{option.name}", device), more
+        entry, name = entry_at(self._tree, line), f"use_{option.name}"
+        for one in ast.walk(entry[1].args) if entry else ():
+            if isinstance(one, ast.arg) and option.is_done_by(one.arg):
+                return f"there is an argument for it, {one.arg}"
+        made = self._parameter(entry[1], name) if entry else None
+        if entry is None or made is None:
+            return edit, []
+        calls = []
+        for source in self.project:
+            for call in source._calls_of(entry[0], self):
+                owner = namespace_at(source._tree, call.lineno, parser[1]) if parser else None
+                if owner is not None or (parser is None and source is not self):
+                    value = f"{owner}.{option.name}" if parser else "True"
+                    passed = source._set({name: value}, call, None)
+                    calls += [(source, passed)] if isinstance(passed, dict) else []
+        is_inside = entry[1].lineno <= line <= (entry[1].end_lineno or 0)
+        flag = name if is_inside else f"self.{name}"
+        new = [(self, made), *calls, *more]
+        is_valid = calls and all(source._is_valid(each) for source, each in new)
+        return (edit.under(flag, device), new) if is_valid else (edit, [])
+
+    def is_optional(self, edit: Edit, line: int) -> bool:
+        """Return whether an edit of a line is made under an option."""
+        under = self.optional(edit, line)
+        return isinstance(under, tuple) and under[0] is not edit
+
+    def _calls_of(self, name: str, home: _Source) -> list[ast.Call]:
+        """Return the calls of a function or class of another file, or of this one.
+
+        None count where it is used in another way: passed on, or inherited from.
+        """
+        places = (home.path.stem, home.path.parent.name)
+        is_known = home is self or any(
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").rpartition(".")[2] in places
+            and name in [one.name for one in node.names]
+            for node in ast.walk(self._tree)
+        )
+        calls = [c for c in self._calls if ast.unparse(c.func) == name]
+        reads = [n for n in ast.walk(self._tree) if isinstance(n, ast.Name) and n.id == name]
+        return calls if is_known and len(reads) == len(calls) else []
+
+    def _declared(self, parser: Parser, option: Option) -> Made:
+        """Return the edit that adds an option, as the last one is added."""
+        first, last = self._span(parser.last)
+        line, at = self._at(parser.last.lineno, 0), self._starts[parser.last.end_lineno or 0]
+        text = self.data[first:last]
+        q = (re.findall(rb"[\"']", text) or [b'"'])[0].decode()
+        head = f"{self.data[line:first].decode()}{parser.name}.add_argument("
+        switch = f"{q}--{option.name}{q}, action={q}store_true{q}"
+        rest = f"help={q}{option.does}{q})\n"
+        is_long = b"\n" in text or len(f"{head}{switch}, {rest}") > self._width()
+        indent = head[: len(head) - len(head.lstrip())]
+        between = f",\n{indent.ljust(len(head))}" if is_long else ", "
+        new = f"{head}{switch}{between}{rest}".encode().replace(b"\n", self._newline)
+        return {(at, at, f"--{option.name}"): new}
+
+    def _parameter(self, function: ast.FunctionDef, name: str) -> Made | None:
+        """Return the edit that gives a function a switch, which a constructor keeps."""
+        taken = function.args
+        every = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs]
+        if taken.vararg or taken.kwarg or name in [one.arg for one in every]:
+            return None
+        ends = {self._span(one)[0]: self._span(one)[1] for one in every}
+        for one, default in zip(
+            every[::-1], (taken.defaults or taken.kw_defaults)[::-1], strict=False
+        ):
+            ends[self._span(one)[0]] = self._span(default or one)[1]
+        kind = ": bool = False" if any(one.annotation for one in every) else "=False"
+        closing = self.data.find(b")", max(ends.values()))
+        made = self._added([*ends.items()], self._span(function)[0], closing, {name: name + kind})
+        if function.name == "__init__":
+            first, *later = function.body
+            has_words = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            after, *later = later if has_words and later else (first, *later)
+            for kept in later:  # the first lines that only keep what is given
+                is_plain = isinstance(kept, ast.Assign) and isinstance(kept.value, ast.Name)
+                if not is_plain or not ast.unparse(kept).startswith("self."):
+                    break
+                after = kept
+            line, start = self._at(after.lineno, 0), self._span(after)[0]
+            at = self._starts[after.end_lineno or 0]
+            indent = self.data[line:start]
+            if indent.strip() or isinstance(after, ast.If | ast.For | ast.With):
+                return None
+            made[at, at, f"self.{name}"] = indent + f"self.{name} = {name}".encode() + self._newline
+        return made
 
     def set_in_library(self, change: str, edit: Edit) -> list[ByHand] | None:
         """Set the arguments with which a library makes the edit, and return what that leaves.
@@ -211,24 +396,35 @@ class _Source:
         None means that nothing here takes such arguments.
         """
         left, is_known = list[ByHand](), False
-        for (known, keywords), call in product(edit.library.items(), self._calls):
+        for known, call in product(edit.library, self._calls):
             name = ast.unparse(call.func).rpartition(".")[2]
             every = (each.rpartition(":") for each in known.split())
             if any(name.endswith(end) for package, _, end in every if package in self._imported):
-                is_known, made = True, self._set(keywords, call, None)
-                if isinstance(made, dict) and self._is_valid(made):
-                    self.edits |= made
-                    continue
-                words = _words(Edit(keywords=keywords), str(made or DECIDED), name)
-                left.append(
-                    ByHand(change=change, file=str(self.path), line=call.lineno, words=words)
-                )
+                is_known, keywords = True, edit.library[known]
+                given = {k.arg for k in call.keywords if not isinstance(k.value, ast.Constant)}
+                is_stated = edit.option and given & {*edit.option.values}  # by the script
+                under = (edit, []) if is_stated else self.optional(edit, call.lineno)
+                why: str | None = None
+                if isinstance(under, str):
+                    why = under
+                else:
+                    self._said = []
+                    made = self._set(under[0].library[known], call, None)
+                    new = under[1]
+                    why = made if isinstance(made, str) else self._commit([(self, made), *new])
+                if why is not None:
+                    words = _words(Edit(keywords=keywords), why, name)
+                    left.append(
+                        ByHand(change=change, file=str(self.path), line=call.lineno, words=words)
+                    )
         return left if is_known else None
 
     def text(self, more: Made | None = None) -> bytes:
         """Return the file with its edits, and more of them."""
         data, edits = self.data, self.edits | (more or {})
-        for start, end, what in sorted(edits, key=lambda span: span[:2])[::-1]:
+        # a line comes before the block that begins in its place
+        order = sorted(edits, key=lambda key: (*key[:2], key[2].startswith("with ")))
+        for start, end, what in order[::-1]:
             data = data[:start] + edits[start, end, what] + data[end:]
         return data
 
@@ -238,10 +434,12 @@ class _Source:
         return any(re.match(pattern, call) for call in calls)
 
     def _is_valid(self, more: Made) -> bool:
-        try:
-            ast.parse(self.text(more))
-        except SyntaxError:
-            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's code
+            try:
+                compile(self.text(more), str(self.path), "exec", dont_inherit=True)
+            except (SyntaxError, ValueError):
+                return False
         return True
 
     def _at(self, line: int, column: int) -> int:
@@ -258,7 +456,7 @@ class _Source:
         if "torch" not in site.names:
             return "torch has no name there"
         here, there = self._at(site.line, site.column), self._at(site.end_line, site.end_column)
-        for block in _blocks_of(self._tree):
+        for block in blocks_of(self._tree):
             spans = [self._span(statement) for statement in block]
             first = next((n for n, (a, b) in enumerate(spans) if a <= here < b), None)
             last = next((n for n, (a, b) in enumerate(spans) if a <= there < b), None)
@@ -266,28 +464,26 @@ class _Source:
                 break
         else:
             return "one statement calls the model and goes backward"
-        read = _names(block[last], ast.Load)
-        while last > first + 1 and not read & _names(block[last - 1], ast.Store):
+        read = names_in(block[last], ast.Load)
+        while last > first + 1 and not read & names_in(block[last - 1], ast.Store):
             last -= 1
         inside = edit.around.replace("{torch}", site.names["torch"])
         begin, end = block[first].lineno, block[last - 1].end_lineno or 0
         before = self.data[self._at(begin, 0) : spans[first][0]]
-        inner = {name for one in block[first:last] for name in _names(one, ast.Store)}
+        inner = {name for one in block[first:last] for name in names_in(one, ast.Store)}
         made: Made = {}
         for statement in block[last:]:  # which reads fp32 so far
-            text = ast.unparse(statement)
-            for name in sorted(inner & {*site.floats} & _names(statement, ast.Load)):
-                one = rf"(?<![\w.]){re.escape(name)}\b"
-                if not re.search(one, re.sub(EXACT.format(one), "", text)):
+            for name in sorted(inner & {*site.floats} & names_in(statement, ast.Load)):
+                if not reads_values(statement, name, self._tree.body):
                     continue
                 at = self._starts[end]
                 made[at, at, name] = before + f"{name} = {name}.float()".encode() + self._newline
                 inner.discard(name)
-            inner -= _names(statement, ast.Store)
+            inner -= names_in(statement, ast.Store)
         after = self.data[spans[last - 1][1] : self._starts[end]].strip()
         if before.strip() or after[:1] not in (b"", b"#"):
             return "its statements share their lines with others"
-        unit = b"\t" if b"\n\t" in self.data else b"    "
+        unit = self._unit
         head = f"with {inside}:".encode()
         in_texts = {
             line
@@ -299,9 +495,9 @@ class _Source:
         for line in range(begin, end + 1):
             at = self._at(line, 0)
             if line == begin:
-                made[at, at, edit.around] = before + head + self._newline + unit
+                made[at, at, head.decode()] = before + head + self._newline + unit
             elif line not in in_texts and self.data[at : self._starts[line]].strip():
-                made[at, at, edit.around] = unit
+                made[at, at, head.decode()] = unit
         return made
 
     def _edit(self, edit: Edit, site: Site) -> Made | str:
@@ -338,7 +534,7 @@ class _Source:
             at, row = lines[after], statement.lineno - 1
             while not after and self.data[self._at(row, 0) : at].startswith(indent + b"#"):
                 at, row = self._at(row, 0), row - 1  # a comment belongs to the statement below it
-            new = text.encode().split(b"\n")
+            new = [re.sub(rb"^    ", self._unit, one) for one in text.encode().split(b"\n")]
             lead = self._newline if after and not self.data[:at].endswith(b"\n") else b""
             return {(at, at, text): lead + b"".join(indent + line + self._newline for line in new)}
         if not site.is_direct:
@@ -366,21 +562,31 @@ class _Source:
 
         `parameters` are those that it takes, in order. None: not known.
         """
-        made: Made = {}
-        arguments = [*call.args, *call.keywords]
+        made, new = Made(), dict[str, str]()
+        spread = self._spread(call)
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        has_star = None in given or any(isinstance(one, ast.Starred) for one in call.args)
+        given |= items_of(spread) if spread else {}
+        has_star = not spread and None in given
+        has_star |= any(isinstance(one, ast.Starred) for one in call.args)
         if not has_star:
             given |= dict(zip(parameters or (), call.args, strict=False))
-        closing = self._span(call)[1] - 1
-        begin, end = max(map(self._span, arguments), default=(0, closing))
-        line, stop = self.data.rfind(b"\n", 0, begin) + 1, self.data.find(b"\n", end) + 1
-        indent, rest = self.data[line:begin], self.data[end:stop].strip()
-        # arguments on lines of their own, up to the parenthesis
-        is_alone = line > 0 and stop <= closing and not (indent + self.data[stop:closing]).strip()
+        parser, workers = self.parser, ""
+        shared = self._shared(call, parser[1]) if parser else {}
         for name, value in keywords.items():
-            if name in given and not isinstance(given[name], ast.Constant):
-                return DECIDED
+            stated = given.get(name) or shared.get(name)
+            said = None
+            if stated is not None and not isinstance(stated, ast.Constant):
+                said = parser[1].words(stated, value) if parser else None
+                if said is None and name in given:
+                    return DECIDED
+            if said is not None and stated is not None:  # an option of the script has it
+                self._said.append(said)
+                value = ast.unparse(stated)
+                workers = value if name.endswith("num_workers") else workers
+                if name in given:
+                    continue
+            elif workers and name.endswith("persistent_workers"):
+                value = f"{workers} > 0"
             if name in given:
                 made[(*self._span(given[name]), "")] = value.encode()
             elif parameters is not None and name not in parameters:
@@ -389,30 +595,91 @@ class _Source:
                 return f"an argument with a star may contain {name}"
             elif value.startswith("not torch.") and not self._has_torch:
                 return "torch has no name there"
-            else:  # before the parenthesis of f(x for x in y), too
-                text, at = f"{name}={value}".encode(), min(end, closing)
-                if is_alone and rest[:1] == b",":
-                    at, text = stop, indent + text + b"," + self._newline
-                elif is_alone and not rest:
-                    text = b"," + self._newline + indent + text
-                elif arguments:
-                    text = b", " + text
-                made[at, at, name] = text
-        return made
+            else:
+                new[name] = value
+        to, texts = spread or call, {n: f"{n}={value}" for n, value in new.items()}
+        closing, opening = self._span(to)[1] - 1, self._span(to)[0] + 1
+        if isinstance(to, ast.Dict):
+            pairs = zip(to.keys, to.values, strict=True)
+            spans = [(self._span(key or value)[0], self._span(value)[1]) for key, value in pairs]
+            quote = "'" if b"'" in self.data[opening:closing] else '"'
+            texts = {n: f"{quote}{n}{quote}: {value}" for n, value in new.items()}
+        else:
+            spans = [*map(self._span, [*to.args, *to.keywords])]
+            opening = self.data.find(b"(", self._span(to.func)[1]) + 1
+        return made | self._added(spans, opening, closing, texts)
 
+    def _spread(self, call: ast.Call) -> ast.Dict | ast.Call | None:
+        """Return what makes the dictionary that a call takes by two stars.
 
-def _blocks_of(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield the lists of statements in a tree."""
-    for node in ast.walk(tree):
-        for _, value in ast.iter_fields(node):
-            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                yield value
+        None: it has none, or it is not made in one place for calls of this name alone.
+        """
+        stars = [ast.unparse(one.value) for one in call.keywords if one.arg is None]
+        nodes, name = [*nodes_of(scopes_at(self._tree, call.lineno)[-1])], ast.unparse(call.func)
+        made = [n.value for n in nodes if isinstance(n, ast.Assign)
+                and [ast.unparse(n.targets[0])] == stars]  # fmt: skip
+        taken = [
+            word.value
+            for node in nodes
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == name
+            for word in node.keywords
+            if word.arg is None
+        ]
+        taken += [n.value for n in nodes if isinstance(n, ast.Attribute) and n.attr == "update"]
+        reads = [n for n in nodes if isinstance(n, ast.Name) and [n.id] == stars]
+        first = made[0] if len(made) == 1 else None
+        if isinstance(first, ast.Call) and (ast.unparse(first.func) != "dict" or first.args):
+            return None
+        if not isinstance(first, ast.Call | ast.Dict) or None in items_of(first):
+            return None
+        is_alone = len([n for n in reads if n not in taken]) == 1  # where it is made
+        return first if is_alone else None
 
+    def _added(self, spans: Spans, opening: int, closing: int, texts: Mapping[str, str]) -> Made:
+        """Return the edit that adds texts after others with commas between: arguments, items.
 
-def _names(tree: ast.AST, use: type[ast.expr_context]) -> set[str]:
-    """Return the names and attributes that are read, or written."""
-    return {
-        ast.unparse(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, use)
-    }
+        They are on lines of their own, if the others are.
+        """
+        begin, end = max(spans, default=(closing, closing))
+        line, stop = self.data.rfind(b"\n", 0, begin) + 1, self.data.find(b"\n", end) + 1
+        indent, rest = self.data[line:begin], self.data[end:stop].strip()
+        # on lines of their own, up to the parenthesis
+        left = re.sub(rb"#.*", b"", self.data[stop:closing])
+        is_alone = line > 0 and stop <= closing and not (indent + left).strip()
+        first, last, then, at = b", " * bool(spans), b"", b", ", min(end, closing)
+        if is_alone and rest[:1] == b",":
+            first, last, then, at = indent, b"," + self._newline, indent, stop
+        elif is_alone and not rest:
+            first = then = b"," + self._newline + indent
+        elif spans and self._is_long(end, sum(len(text) + 2 for text in texts.values())):
+            column = indent if line > opening else self.data[line:opening]
+            margin = column[: len(column) - len(column.lstrip())]
+            pad = margin if line > opening else margin.ljust(len(column))
+            first = b"," + self._newline + pad
+        heads = [first, *[then] * len(texts)]  # before the parenthesis of f(x for x in y), too
+        return {
+            (at, at, name): head + text.encode() + last
+            for head, (name, text) in zip(heads, texts.items(), strict=False)
+        }
+
+    def _width(self) -> int:
+        """Return how long lines of code are here, or may be."""
+        lines = (one for one in self.data.splitlines() if b"#" not in one)
+        return max(LINE, *map(len, lines), 0)
+
+    def _is_long(self, at: int, more: int) -> bool:
+        """Return whether a line would be too long with more bytes."""
+        line = self.data[self.data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]
+        return len(line) + more > self._width()
+
+    def _shared(self, call: ast.Call, parser: Parser) -> dict[str | None, ast.expr]:
+        """Return the options that other calls of the same name take, and that a call could."""
+        return {
+            one.arg: one.value
+            for other in self._calls
+            if ast.unparse(other.func) == ast.unparse(call.func)
+            for one in other.keywords
+            if isinstance(one.value, ast.Attribute)
+            and ast.unparse(one.value.value) == namespace_at(self._tree, call.lineno, parser)
+            and not re.search(EVALUATION, one.value.attr)
+        }

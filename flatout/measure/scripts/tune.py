@@ -49,6 +49,8 @@ TRIALS = 3
 """Trials of each of two settings after which it is usually known which is faster."""
 FILE, PATCH = "tuning.json", "changes.patch"
 """The result, and the patch in it."""
+STARTERS = ("python", "torchrun", "accelerate", "deepspeed")
+"""Programs that pass the last words of their command to a script."""
 UNCHANGED = Setting()
 SPINNING = {"threads": "spinning"}
 """The value of a setting whose threads wait as they would without `passive-threads`."""
@@ -145,21 +147,30 @@ class Trials:
         """Run a trial, and return the result."""
         self.scratch.reset()
         values, changes = dict(setting.values), sorted(setting.on, key=[*CHANGES].index)
+        command = [*self.command]
         if "files" in values:
             patch = self.patch(setting)
             apply(patch, self.scratch.path)
             changes = list({one.change for one in patch.by_hand})
+            command += patch.options
         timing = self.timing.model_copy(update={"seed_offset": seed})
         request = Request(changes=tuple(changes), timing=timing)
         environment = {} if values == SPINNING else self.environment
-        return run_in_copy(self.scratch, self.command, request, limit_s=limit_s,
+        return run_in_copy(self.scratch, command, request, limit_s=limit_s,
                            environment=environment)  # fmt: skip
 
     def patch(self, setting: Setting) -> Patch:
         """Return the patch that makes the changes of a setting."""
         device = str(self.look.evidence and self.look.evidence.device).partition(":")[0]
         edits = {name: edit_of(name, device) for name in sorted(setting.on, key=[*CHANGES].index)}
-        return patch_of(edits, self.look.sites, self.scratch.source)
+        starter = Path(self.command[0]).name  # what passes the rest of the command to the script
+        is_passed = starter.endswith(".py") or starter.startswith(STARTERS)
+        return patch_of(
+            edits,
+            self.look.sites,
+            self.scratch.source,
+            has_options=is_passed and "--" not in self.command,
+        )
 
 
 def tolerance(one: Setting, other: Setting) -> Tolerance:
@@ -258,8 +269,8 @@ def proof_of(search: Search, edits: Patch) -> tuple[dict[str, Any], str | None]:
     is_first = gain and gain.low is None and gain.median > LEAST_GAIN and check.within_tolerance
     if why is not None and not is_first:
         return {"withheld": f"No patch is written: {why}."}, why
-    found = {"patch": edits.diff, "by_hand": edits.by_hand, "gain": gain, "gain_losses": check}
-    return found, None
+    found = {"patch": edits.diff, "by_hand": edits.by_hand, "options": edits.options}
+    return found | {"gain": gain, "gain_losses": check}, None
 
 
 def notes(found: ScriptTuning, each_s: float, patch: Path | str | None = None) -> list[str]:
@@ -285,11 +296,13 @@ def notes(found: ScriptTuning, each_s: float, patch: Path | str | None = None) -
         file = str(patch or f"{found.path}/{PATCH}")
         git = f"git -C {in_shell(found.root)} apply" if found.root else "git apply"
         lines.append(f"Apply it: {git} {in_shell(os.path.abspath(file) if found.root else file)}")
+    command = " ".join(map(in_shell, found.command))
+    if found.options:
+        lines.append(f"Start it with its options: {command} {' '.join(found.options)}")
     for one in found.by_hand:
         where = f"{one.file}:{one.line}: " if one.file else ""
         lines.append(f"By hand, {one.change}: {where}{one.words}")
     if found.taken:
-        command = " ".join(map(in_shell, found.command))
         lines.append(f"Without editing: flatout run --with {','.join(found.taken)} -- {command}")
     where = f"; {found.path}/" * bool(found.path)
     return [*lines, f"{found.trials}{where}"]

@@ -60,6 +60,8 @@ class Script:
     """Changes that the patched files really make, if other than the edits."""
     fails: bool = False
     """Whether the unchanged script fails in trials."""
+    head: str = ""
+    """What its file begins with: options, without which its edits do nothing."""
     on_busy: bool = False
     """Whether other processes use the cores."""
     runs: list[tuple[str, ...]] = field(default_factory=list)
@@ -77,8 +79,9 @@ class Script:
             return self.look(request.screen)
         text = (folder / "train.py").read_text()
         changes = request.changes
-        if text != SOURCE:
+        if text != self.head + SOURCE:
             changes = tuple(name for name, mark in EDITS.items() if mark in text)
+            changes = tuple(n for n in changes if not self.head or f"--{n}" in words)
             changes += ("no-anomaly",) * ("anomaly" not in text)
             changes = changes if self.patched is None else self.patched
         waits = ("passive",) * ("OMP_WAIT_POLICY" in environment)
@@ -129,9 +132,12 @@ class Script:
     def sites(self):
         names = {"model": "model", "torch": "torch"}
         at = partial(Site, file=str(self.path), names=names)
-        anomaly = at(kind="anomaly", name="set_detect_anomaly", line=2, end_line=2, end_column=39)
-        built = {"line": 4, "end_line": 4, "column": 12, "end_column": 55}
-        loss = at(kind="loss", name="the loss", line=5, column=7, end_line=6, end_column=0)
+        n = self.head.count("\n")
+        anomaly = at(
+            kind="anomaly", name="set_detect_anomaly", line=n + 2, end_line=n + 2, end_column=39
+        )
+        built = {"line": n + 4, "end_line": n + 4, "column": 12, "end_column": 55}
+        loss = at(kind="loss", name="the loss", line=n + 5, column=7, end_line=n + 6, end_column=0)
         return anomaly, at(kind="optimizer", name="SGD", **built), loss
 
 
@@ -144,7 +150,7 @@ def tuned(tmp_path, monkeypatch):
         for name in (*PASSIVE, "GOMP_SPINCOUNT"):
             monkeypatch.delenv(name, raising=False)
         script.path = tmp_path / "train.py"
-        script.path.write_text(SOURCE)
+        script.path.write_text(script.head + SOURCE)
         monkeypatch.setattr(trial, "run_command", script.run)
         monkeypatch.setattr(
             tune, "waiting_beside_others", lambda _: dict(PASSIVE if script.on_busy else ())
@@ -181,6 +187,28 @@ def test_what_the_screening_kept_is_proved_together_and_the_rest_has_a_reason(tu
     assert "model.compile()" in found.patch
     patched = [run for run in script.runs if len(run) > 1 and "malloc" not in run]
     assert {*patched} == {("tf32", "compile")}, "only what they gain together is raced"
+
+
+PARSER = """import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int)
+args = parser.parse_args()
+print(args.rows)
+"""
+
+
+def test_what_becomes_an_option_is_raced_and_told_with_it(tuned):
+    script = Script(speed={"bf16": 1.5, "compile": 1.9}, head=PARSER)
+    found = tuned(script, script=["train.py", "--rows", "2"])
+    assert found.taken == ["compile", "bf16"]
+    assert found.gain.median == pytest.approx(2.85, rel=0.01), "the patched files run with them"
+    assert found.options == ["--bf16", "--compile"]
+    assert "enabled=args.bf16" in found.patch
+    assert "\n+if args.compile:\n+    model.compile()\n" in found.patch
+    start = "Start it with its options: train.py --rows 2 --bf16 --compile"
+    assert start in [line.replace("python ", "") for line in found.notes]
+    found = tuned(Script(speed={"bf16": 1.5}, head=PARSER), script=["bash", "train.sh"])
+    assert (found.options, "enabled" in found.patch) == ([], False)
 
 
 def test_a_change_whose_losses_differ_or_are_not_seen_is_not_taken(tuned):
