@@ -306,7 +306,7 @@ class _Source:
         for one in ast.walk(entry[1].args) if entry else ():
             if isinstance(one, ast.arg) and option.is_done_by(one.arg):
                 return f"there is an argument for it, {one.arg}"
-        made = self._parameter(entry[1], name) if entry else None
+        made = self._parameter(entry[1], name, option.does) if entry else None
         if entry is None or made is None:
             return edit, []
         calls = []
@@ -341,8 +341,10 @@ class _Source:
             for node in ast.walk(self._tree)
         )
         calls = [c for c in self._calls if ast.unparse(c.func) == name]
+        owners = [n.value for n in ast.walk(self._tree) if isinstance(n, ast.Attribute)]
         reads = [n for n in ast.walk(self._tree) if isinstance(n, ast.Name) and n.id == name]
-        return calls if is_known and len(reads) == len(calls) else []
+        others = [one for one in reads if one not in owners]  # not what it has itself
+        return calls if is_known and len(others) == len(calls) else []
 
     def _declared(self, parser: Parser, option: Option) -> Made:
         """Return the edit that adds an option, as the last one is added."""
@@ -359,7 +361,7 @@ class _Source:
         new = f"{head}{switch}{between}{rest}".encode().replace(b"\n", self._newline)
         return {(at, at, f"--{option.name}"): new}
 
-    def _parameter(self, function: ast.FunctionDef, name: str) -> Made | None:
+    def _parameter(self, function: ast.FunctionDef, name: str, does: str) -> Made | None:
         """Return the edit that gives a function a switch, which a constructor keeps."""
         taken = function.args
         every = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs]
@@ -373,20 +375,31 @@ class _Source:
         kind = ": bool = False" if any(one.annotation for one in every) else "=False"
         closing = self.data.find(b")", max(ends.values()))
         made = self._added([*ends.items()], self._span(function)[0], closing, {name: name + kind})
+        words = ast.get_docstring(function, clean=False) or ""
+        told = re.findall(rb"(?m)^([ \t]*:param )\w+:.*\n", self.data[slice(*self._span(function))])
+        if ":param " in words and told:  # the last of them, in the whole text
+            at = self.data.rfind(told[-1], 0, self._span(function.body[0])[1])
+            at = self.data.find(b"\n", at) + 1
+            made[at, at, f":{name}"] = told[-1] + f"{name}: {does}".encode() + self._newline
         if function.name == "__init__":
-            first, *later = function.body
-            has_words = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-            after, *later = later if has_words and later else (first, *later)
-            for kept in later:  # the first lines that only keep what is given
-                is_plain = isinstance(kept, ast.Assign) and isinstance(kept.value, ast.Name)
-                if not is_plain or not ast.unparse(kept).startswith("self."):
+            kept = [*function.body[: bool(words)]]
+            for statement in function.body[len(kept) :]:  # the first lines only keep what is given
+                is_plain = isinstance(statement, ast.Assign) and isinstance(
+                    statement.value, ast.Name
+                )
+                is_kept = is_plain and ast.unparse(statement).startswith("self.")
+                if not is_kept and not ast.unparse(statement).startswith("super().__init__("):
                     break
-                after = kept
-            line, start = self._at(after.lineno, 0), self._span(after)[0]
-            at = self._starts[after.end_lineno or 0]
-            indent = self.data[line:start]
-            if indent.strip() or isinstance(after, ast.If | ast.For | ast.With):
+                kept.append(statement)
+            line, start = self._at(function.body[0].lineno, 0), self._span(function.body[0])[0]
+            indent, at = self.data[line:start], line
+            if indent.strip():
                 return None
+            while not kept and self.data[:at].rstrip(b"\r\n").rpartition(b"\n")[2].startswith(
+                indent + b"#"
+            ):  # a comment belongs to the statement below it
+                at = self.data.rfind(b"\n", 0, at - 1) + 1
+            at = self._starts[kept[-1].end_lineno or 0] if kept else at
             made[at, at, f"self.{name}"] = indent + f"self.{name} = {name}".encode() + self._newline
         return made
 

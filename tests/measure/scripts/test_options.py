@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 
 import pytest
@@ -184,7 +185,8 @@ def test_a_class_of_another_file_gets_it_as_an_argument(patched):
 
 
 def test_without_options_other_files_ask_for_it(patched):
-    main = "from trainer import Trainer\ntrainer = Trainer(Net(), log_every=2)\nDataLoader(x)\n"
+    main = "from trainer import Trainer\nprint(Trainer.log_every)\n"
+    main += "trainer = Trainer(Net(), log_every=2)\nDataLoader(x)\n"
     texts, patch = patched(edit_of("bf16", "cpu"), main=main, trainer=TRAINER)
     assert "Trainer(Net(), log_every=2, use_bf16=True)" in texts["main"]
     assert "use_bf16: bool = False" in texts["trainer"]
@@ -309,6 +311,29 @@ def test_a_constructor_uses_what_it_is_given(patched):
         "        self.d = d",
     ]
     assert "Trainer(Net(), DataLoader(x), use_compile=True)" in texts["main"]
+
+
+KEPT = "self.use_bf16 = use_bf16\n"
+CONSTRUCTORS = [  # bodies of constructors, with what the patch adds in brackets
+    f"[{KEPT}]# a\nc = 1\nself.m = m\n",
+    f"super().__init__()\nself.m = m\n[{KEPT}]c = 1\n",
+    f'"""Doc."""\n[{KEPT}]\n# b\nself.c = f()\n',
+    f'"""Doc.\n\n:param m: model\n[:param use_bf16: run the forward pass in bf16 autocast\n]"""\n'
+    f"self.m = m\n[{KEPT}]",
+]
+
+
+@pytest.mark.parametrize("body", CONSTRUCTORS)
+def test_a_constructor_keeps_its_switch_where_it_keeps_others(patched, body):
+    head = "import torch\nclass T:\n    def __init__(self, m{more}):\n"
+    fit = "\n    def fit(self, x):\n        loss = self.model(x)\n        loss.backward()\n"
+    before, after = (re.sub(one, "", body, flags=re.DOTALL) for one in (r"\[.*?\]", r"[\[\]]"))
+    source = head.format(more="") + textwrap.indent(before, " " * 8) + fit
+    main = "from train import T\nT(Net()).fit(DataLoader(x))\n"
+    text = patched(edit_of("bf16", "cpu"), train=source, main=main)[0]["train"]
+    made = head.format(more=", use_bf16=False") + textwrap.indent(after, " " * 8)
+    assert text.startswith(made + "\n    def fit")
+    assert "enabled=self.use_bf16)" in text
 
 
 def test_a_line_comes_before_the_block_in_its_place(tmp_path):
