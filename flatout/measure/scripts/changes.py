@@ -241,7 +241,7 @@ CHANGES = {
             },
             option=Option(
                 "bf16",
-                "run the forward pass in bf16 autocast",
+                "train in bf16 autocast",
                 "amp|bf16|bfloat16|fp16|float16|half(?!_life)|precision|autocast|dtype",
                 {
                     "bf16": "{flag}",

@@ -33,6 +33,8 @@ from flatout.storage.files import Stored
 
 DECIDED = "the script decides it there"
 """Why an argument that is an expression is left alone. Said where no other call can be edited."""
+OWN = "the script has an option of its own, "
+"""Why no option is added. What follows is its name."""
 LINE = 88
 """Columns of a line that no style finds too long."""
 Spans = Sequence[tuple[int, int]]
@@ -193,6 +195,8 @@ def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
 
 def _words(edit: Edit, why: str, call: str) -> str:
     """Return what to write by hand."""
+    if why.startswith(OWN):
+        return f"Use what is there for it already: {why}."
     if edit.environment:
         variables = " ".join(f"{name}={value}" for name, value in edit.environment.items())
         return f"Start the script with these environment variables: {variables}"
@@ -295,7 +299,9 @@ class _Source:
         for source in self.project:
             for name, call in (options_in(source._tree) or {}).items():
                 if option.is_done_by(name):
-                    return f"the script has an option of its own, {flag_of(call)}"
+                    return f"{OWN}{flag_of(call)}"
+        if edit.around and any(re.search(rb"\bDataParallel\(", one.data) for one in self.project):
+            return "threads of nn.DataParallel do not get the type of autocast"
         parser, more = self.parser, list[tuple[_Source, Made]]()
         if parser is not None:
             more = [(parser[0], parser[0]._declared(parser[1], option))]
@@ -303,11 +309,13 @@ class _Source:
             if owner is not None:
                 return edit.under(f"{owner}.{option.name}", device), more
         entry, name = entry_at(self._tree, line), f"use_{option.name}"
-        for one in ast.walk(entry[1].args) if entry else ():
+        if entry is None:
+            return edit, []
+        for one in ast.walk(entry[1].args):
             if isinstance(one, ast.arg) and option.is_done_by(one.arg):
-                return f"there is an argument for it, {one.arg}"
-        made = self._parameter(entry[1], name, option.does) if entry else None
-        if entry is None or made is None:
+                return f"{OWN}{one.arg} of {entry[0]}"
+        made = self._parameter(entry[1], name, option.does)
+        if made is None:
             return edit, []
         calls = []
         for source in self.project:
@@ -605,7 +613,7 @@ class _Source:
             elif parameters is not None and name not in parameters:
                 return f"{ast.unparse(call.func)} takes no {name}"
             elif has_star:
-                return f"an argument with a star may contain {name}"
+                return f"an argument with stars may contain {name}, which is then set there"
             elif value.startswith("not torch.") and not self._has_torch:
                 return "torch has no name there"
             else:
@@ -649,14 +657,11 @@ class _Source:
         return first if is_alone else None
 
     def _added(self, spans: Spans, opening: int, closing: int, texts: Mapping[str, str]) -> Made:
-        """Return the edit that adds texts after others with commas between: arguments, items.
-
-        They are on lines of their own, if the others are.
-        """
+        """Return the edit that adds texts after others, on lines of their own if those are."""
         begin, end = max(spans, default=(closing, closing))
         line, stop = self.data.rfind(b"\n", 0, begin) + 1, self.data.find(b"\n", end) + 1
         indent, rest = self.data[line:begin], self.data[end:stop].strip()
-        # on lines of their own, up to the parenthesis
+        whole = self.data[self.data.rfind(b"\n", 0, end) + 1 : stop or None].rstrip()
         left = re.sub(rb"#.*", b"", self.data[stop:closing])
         is_alone = line > 0 and stop <= closing and not (indent + left).strip()
         first, last, then, at = b", " * bool(spans), b"", b", ", min(end, closing)
@@ -664,7 +669,7 @@ class _Source:
             first, last, then, at = indent, b"," + self._newline, indent, stop
         elif is_alone and not rest:
             first = then = b"," + self._newline + indent
-        elif spans and self._is_long(end, sum(len(text) + 2 for text in texts.values())):
+        elif spans and len(whole) + sum(len(text) + 2 for text in texts.values()) > self._width():
             column = indent if line > opening else self.data[line:opening]
             margin = column[: len(column) - len(column.lstrip())]
             pad = margin if line > opening else margin.ljust(len(column))
@@ -679,11 +684,6 @@ class _Source:
         """Return how long lines of code are here, or may be."""
         lines = (one for one in self.data.splitlines() if b"#" not in one)
         return max(LINE, *map(len, lines), 0)
-
-    def _is_long(self, at: int, more: int) -> bool:
-        """Return whether a line would be too long with more bytes."""
-        line = self.data[self.data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]
-        return len(line) + more > self._width()
 
     def _shared(self, call: ast.Call, parser: Parser) -> dict[str | None, ast.expr]:
         """Return the options that other calls of the same name take, and that a call could."""

@@ -96,14 +96,15 @@ def test_bf16_becomes_an_option_beside_the_others(patched):
     assert patch.options == ["--bf16"]
     assert patch.by_hand == []
     added = lines.index("    parser.add_argument('--dry-run', action='store_true')") + 1
-    assert lines[added] == "    parser.add_argument('--bf16', action='store_true',"
-    assert lines[added + 1].strip() == "help='run the forward pass in bf16 autocast')"
+    assert lines[added] == (
+        "    parser.add_argument('--bf16', action='store_true', help='train in bf16 autocast')"
+    )
     assert lines[5:8] == [
         '        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):',
         "            loss = model(x).mean()",
         "        loss.backward()",
     ]
-    assert len(lines) == len(textwrap.dedent(LOOP).splitlines()) + 3
+    assert len(lines) == len(textwrap.dedent(LOOP).splitlines()) + 2
 
 
 def test_an_option_is_added_on_two_lines_where_others_are(patched):
@@ -111,7 +112,7 @@ def test_an_option_is_added_on_two_lines_where_others_are(patched):
     source = source.replace("args.dry_run", "args.batch_size")
     lines = patched(edit_of("bf16", "cpu"), train=source)[0]["train"].splitlines()
     assert "    parser.add_argument('--bf16', action='store_true'," in lines
-    assert " " * 24 + "help='run the forward pass in bf16 autocast')" in lines
+    assert " " * 24 + "help='train in bf16 autocast')" in lines
 
 
 def test_compiling_is_an_option_too(patched):
@@ -173,7 +174,7 @@ MAIN = """\
 def test_a_class_of_another_file_gets_it_as_an_argument(patched):
     texts, patch = patched(edit_of("bf16", "cpu"), main=MAIN, trainer=TRAINER)
     assert patch.options == ["--bf16"]
-    assert '    parser.add_argument("--bf16", action="store_true",\n' in texts["main"]
+    assert '    parser.add_argument("--bf16", action="store_true", help=' in texts["main"]
     assert "Trainer(Net(), log_every=options.rows, use_bf16=options.bf16)" in texts["main"]
     assert (
         "def __init__(self, model, log_every: int = 10, use_bf16: bool = False):"
@@ -287,7 +288,16 @@ def test_an_argument_that_does_the_same_is_named(patched):
     own = TRAINER.replace("log_every: int = 10", "log_every=10, amp=False")
     _, patch = patched(edit_of("bf16", "cpu"), main=main, trainer=own)
     assert patch.diff == ""
-    assert patch.by_hand[0].words.endswith("there is an argument for it, amp.")
+    assert patch.by_hand[0].words.endswith("an option of its own, amp of Trainer.")
+
+
+def test_threads_that_autocast_does_not_reach_get_no_option(patched):
+    source = LOOP.replace("model = Net()", "model = nn.DataParallel(Net())")
+    _, patch = patched(edit_of("bf16", "cpu"), train=source)
+    assert (patch.diff, patch.options) == ("", [])
+    assert "DataParallel" in patch.by_hand[0].words
+    source = LOOP.replace("model = Net()", "model = DistributedDataParallel(Net())")
+    assert patched(edit_of("bf16", "cpu"), train=source)[1].options == ["--bf16"]
 
 
 def test_a_constructor_uses_what_it_is_given(patched):
@@ -318,7 +328,7 @@ CONSTRUCTORS = [  # bodies of constructors, with what the patch adds in brackets
     f"[{KEPT}]# a\nc = 1\nself.m = m\n",
     f"super().__init__()\nself.m = m\n[{KEPT}]c = 1\n",
     f'"""Doc."""\n[{KEPT}]\n# b\nself.c = f()\n',
-    f'"""Doc.\n\n:param m: model\n[:param use_bf16: run the forward pass in bf16 autocast\n]"""\n'
+    f'"""Doc.\n\n:param m: model\n[:param use_bf16: train in bf16 autocast\n]"""\n'
     f"self.m = m\n[{KEPT}]",
 ]
 
