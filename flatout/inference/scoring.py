@@ -31,10 +31,16 @@ def score_run(
 
     The model computes in the precision it was loaded with: after `load_run(run,
     precision="trained")` the loss equals the one that the run measured.
-    Raises: DataError when there is no validation text; CheckpointError when the data was prepared
-            with a different tokenizer from the model's.
+    Raises: DataError when there is no validation text, or a dataset cannot be opened; ConfigError
+            when one is given twice; CheckpointError when the data was prepared with a different
+            tokenizer from the model's.
     """
-    members = open_datasets(data) if data else members_of(loaded.dataset)
+    if data:
+        datasets = [Dataset.open(path) for path in data]
+        tokens = [one.split("val").num_tokens for one in datasets]
+        members = named_members(datasets, tokens, "--data")
+    else:
+        members = [*members_of(loaded.dataset)]
     for member in members:
         require_tokenizer(loaded.folder, member.dataset, loaded.checkpoint)
         _warn_of_template(loaded.folder, member, progress)
@@ -62,12 +68,3 @@ def _warn_of_template(folder: Path, member: Member, progress: Progress) -> None:
             f"{member.dataset.path} was prepared with a different chat template than the "
             f"training data of {folder}: the model has not seen its form."
         )
-
-
-def open_datasets(data: Sequence[str | Path]) -> list[Member]:
-    """Open datasets as members of a mix, weighted by their validation tokens.
-
-    Raises: ConfigError when one is given twice; DataError when one cannot be opened.
-    """
-    datasets = [Dataset.open(path) for path in data]
-    return named_members(datasets, [one.split("val").num_tokens for one in datasets], "--data")

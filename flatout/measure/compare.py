@@ -136,8 +136,7 @@ def compare_commands(
                 check_out(copy, side.revision)
             timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS,
                             seed_offset=seed, limit_s=limit_s / 2)  # fmt: skip
-            request = Request(timing=timing)
-            return run_in_copy(copy, side.command, request, limit_s=limit_s,
+            return run_in_copy(copy, side.command, Request(timing=timing), limit_s=limit_s,
                                environment=environment)  # fmt: skip
 
         race = Race(

@@ -105,11 +105,10 @@ def usage_now() -> Usage:
     """
 
     def read(path: Path, pattern: str) -> int | None:
-        try:
-            found = re.search(pattern, path.read_text(encoding="ascii"), re.MULTILINE)
-        except OSError:  # other systems, and containers that hide it
-            return None
-        return int(found[1]) if found else None
+        with suppress(OSError):  # other systems, and containers that hide it
+            if found := re.search(pattern, path.read_text(encoding="ascii"), re.MULTILINE):
+                return int(found[1])
+        return None
 
     stalled_us = read(_PRESSURE, r"^some .*total=(\d+)$")
     return Usage(

@@ -385,12 +385,6 @@ class Race:
                 found.setdefault(one.seed, []).append(one.result.losses[:LOSS_STEPS])
         return found
 
-    def loss_noise(self, setting: Setting) -> float | None:
-        """Return the largest difference of a loss between consecutive runs with one seed."""
-        runs = self.losses(setting).values()
-        apart = [difference([pair]) for same in runs for pair in pairwise(same)]
-        return max((each for each in apart if each is not None), default=None)
-
     def check(self, one: Setting, other: Setting) -> LossCheck:
         """Return whether the losses of two settings stay within their tolerance.
 
@@ -406,7 +400,8 @@ class Race:
         if not pairs:
             return LossCheck(tolerance=kind, tolerance_reason="no losses to compare")
         apart, steps = difference(pairs), min(len(fast) for fast, _ in pairs)
-        noise = self.loss_noise(other) or 0.0
+        again = (difference([pair]) for runs in theirs.values() for pair in pairwise(runs))
+        noise = max(filter(None, again), default=0.0)  # of consecutive runs with one seed
         kept: bool | None = None
         reason = f"not checked: {self.draws}"
         if kind != "statistical" and self.draws is None:

@@ -271,10 +271,10 @@ def pull(
             fix="Free some space there, or choose a directory on a larger disk.",
         )
 
-    def fetch_one(entry: FileEntry, advance: Advance) -> None:
-        fetch_checked(f"{url}/{entry.name}", part / entry.name, entry, advance, fix=fix)
-
-    jobs = [partial(fetch_one, entry) for entry in files]
+    jobs = [
+        partial(fetch_checked, f"{url}/{entry.name}", part / entry.name, entry, fix=fix)
+        for entry in files
+    ]
     transfer_all(f"Fetching {url}", jobs, sum(sizes.values()), progress)
     (part / MANIFEST).write_bytes(manifest)
     sync(part / MANIFEST)

@@ -119,8 +119,4 @@ def require_one(command: str, script: Sequence[str], recipe: object, more: objec
         )
 
 
-COMMAND = Command(
-    diagnose,
-    example="flatout diagnose -- python train.py",
-    writes_files=False,
-)
+COMMAND = Command(diagnose, example="flatout diagnose -- python train.py")

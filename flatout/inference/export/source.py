@@ -77,7 +77,7 @@ class Source:
         ends = [self.tokenizer.eot_id, *([special[turn]] if turn else [])]
         base = _stop_ids_of(self.config.train.init_from)
         known = [index for index in range(self.tokenizer.vocab_size) if index in base]
-        return list(dict.fromkeys([*ends, *known]))
+        return [*ends, *known]
 
     @property
     def step(self) -> int:

@@ -26,12 +26,10 @@ _READ_OPTIONS: dict[str, Mapping[str, object]] = {
 """Makes a filesystem return exactly the requested bytes: no read-ahead, no ranges of a compressed
 response.
 """
-_MARKS = tuple(
-    (  # noqa: SIM905
-        "ETag etag lfs blob_id md5Hash crc32c content_md5 Content-MD5 Digest "
-        "Last-Modified LastModified mtime updated created"
-    ).split()
-)
+_MARKS = (  # noqa: SIM905
+    "ETag etag lfs blob_id md5Hash crc32c content_md5 Content-MD5 Digest "
+    "Last-Modified LastModified mtime updated created"
+).split()
 """Keys of a file's description that change with its content, the most reliable first."""
 _DOWNLOAD_IT = "Download it, and give the path of the file."
 
@@ -172,8 +170,8 @@ def _entry(url: str, description: Description) -> RemoteEntry:
         raise DataError(f"{url} is a directory.", fix="Name a file in it, or a pattern.")
     if description.get("size") is None:
         raise DataError(f"The server does not report the size of {url}.", fix=_DOWNLOAD_IT)
-    key = next((key for key in _MARKS if description.get(key)), None)
-    value = description[key] if key is not None else None
+    key = next(filter(description.get, _MARKS), "")
+    value = description.get(key)
     return RemoteEntry(
         url, int(description["size"]), f"{key}={getattr(value, 'sha256', value)}" if key else ""
     )
