@@ -8,6 +8,7 @@ and `cli.py` fills them in. Parsing does not call the command.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -34,7 +35,9 @@ STARTS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|[^=]+\.p
 
 
 def kept(text: str) -> str:
-    """Return the text of a path or URL that is still there when this process has ended.
+    """Return the path or URL in a text, one that is still there when this process has ended.
+
+    A shell does not replace the `~` in `--out=~/x`.
 
     Raises: click.BadParameter.
     """
@@ -44,7 +47,7 @@ def kept(text: str) -> str:
         raise click.BadParameter(
             "it is lost with this process. A directory or a URL such as s3://BUCKET/NAME stays"
         )
-    return text
+    return os.path.expanduser(text)
 
 
 def build(name: str) -> click.Command:

@@ -63,10 +63,11 @@ def report(
     tokens or time), findings, events and settings. It is one file that opens offline. A
     directory with a metrics.jsonl of another training loop works too.
 
-    Raises: CheckpointError when a run does not exist; MissingPackage without bokeh.
+    Raises: CheckpointError when a run does not exist; OutputInUse when `out` is a different file;
+            MissingPackage without bokeh.
     """
     from flatout.measure.report.curves import read_runs
-    from flatout.measure.report.page import render, require_packages
+    from flatout.measure.report.page import MARK, render, require_packages
 
     began_s = time.perf_counter()
     named = map(_folder, texts(runs) or run_names()[:1] or [str(RUNS / "NAME")])
@@ -74,7 +75,11 @@ def report(
     require_local(out or "", "--out ")
     path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
     path = path / FILE_NAME if path.is_dir() else path
-    _require_ours(path)
+    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
+        raise OutputInUse(
+            f"{path} exists and is not a report.",
+            fix="Choose a different file with --out, or move that one away.",
+        )
     require_packages()
     with progress.task("Reading the records"):
         read = read_runs(folders)
@@ -102,20 +107,6 @@ def _folder(run: str | Path) -> Path:
     """
     path = Path(run)
     return path if str(run) and (path / layout.METRICS).is_file() else find_run(run)
-
-
-def _require_ours(path: Path) -> None:
-    """Check that `path` can be replaced: it does not exist, or is a report.
-
-    Raises: OutputInUse.
-    """
-    from flatout.measure.report.page import MARK
-
-    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
-        raise OutputInUse(
-            f"{path} exists and is not a report.",
-            fix="Choose a different file with --out, or move that one away.",
-        )
 
 
 COMMAND = Command(report, example="flatout report runs/demo", writes_files=True)

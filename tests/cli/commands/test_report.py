@@ -92,6 +92,15 @@ def test_several_runs_are_reported_here_each_once(make_run, tmp_path):
     assert 'id="differences"' in (tmp_path / FILE_NAME).read_text()
 
 
+def test_an_option_may_name_the_home_directory_by_a_tilde(make_run, tmp_path, monkeypatch, capsys):
+    make_run("a")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    assert cli.execute(["report", "a", "--out=~/page.html"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/home/page.html ")
+    assert (tmp_path / "home" / "page.html").exists()
+
+
 def test_a_report_replaces_a_report_and_nothing_else(make_run, tmp_path):
     make_run("a")
     report(["a"])
