@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def send(folder: Path, url: str, progress: Progress) -> tuple[str, int]:
 
     Raises: DataError, CheckpointError when the directory is not complete, or the server fails.
     """
+    folder = Path(os.path.abspath(folder))  # `..` is no name there
     url = _checked(url)
     RemoteFolder(url)  # a URL that is read-only is rejected before anything is checked here
     if (folder / CONFIG).is_file():
@@ -55,13 +57,13 @@ def send(folder: Path, url: str, progress: Progress) -> tuple[str, int]:
             )
         config = CheckpointConfig(upload=url, keep="all")
         require_elsewhere(config, folder)
-        uploader = Uploader(folder, f"{url}/{folder.absolute().name}", config)
+        uploader = Uploader(folder, f"{url}/{folder.name}", config)
         with progress.task(f"Sending {folder}"):
             return uploader.url, uploader.send_all(with_run_files=True)
     files = _files_here(folder)
     for problem in damage_of(folder, files, progress=progress):
         raise DataError(problem, fix="Restore that file from a copy.")
-    there = f"{url}/{name_of(folder.absolute().name, (folder / MANIFEST).read_bytes())}"
+    there = f"{url}/{name_of(folder.name, (folder / MANIFEST).read_bytes())}"
     return there, push(folder, there, [entry.name for entry in files], progress=progress)
 
 

@@ -24,6 +24,16 @@ def test_a_run_and_what_comes_from_it_move_too(fox_run, tmp_path, kind):
     assert flatout.verify(copy).ok
 
 
+def test_a_run_that_is_named_by_dots_is_sent_under_its_name(fox_run, tmp_path, monkeypatch):
+    run = fox_run[0] / "runs" / "fox"
+    monkeypatch.chdir(run / "checkpoints")
+    store = tmp_path / "a" / "store"
+    assert flatout.push("..", store.as_uri()).path == f"{store.as_uri()}/fox"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["store"]
+    flatout.pull(store.as_uri(), tmp_path / "copy" / "fox")
+    assert flatout.verify(tmp_path / "copy" / "fox").ok
+
+
 @pytest.mark.parametrize("kind", ["run", "checkpoint"])
 def test_the_url_that_was_pushed_to_is_enough_where_it_has_one_directory(fox_run, tmp_path, kind):
     run, store = fox_run[0] / "runs" / "fox", (tmp_path / "store").as_uri()
