@@ -46,8 +46,11 @@ def sample(
     *,
     stop: Sequence[str] = (),
     max_context: int | None = None,
+    opening: Sequence[int] = (),
 ) -> Iterator[str]:
     """Yield the text after `prompt` in pieces of whole characters. "" starts a new document.
+
+    The model sees the tokens of `opening` before the prompt.
 
     Stops at the end of the document, before a `stop` string, or after `sampling.max_tokens`. Its
     random generator is its own, so it does not affect a run in training. The model sees at most
@@ -57,7 +60,7 @@ def sample(
     sampling, ids = sampling or Sampling(), tokenizer.encode(prompt)
     yield from written(
         Context(model, max_context),
-        ids or [tokenizer.eot_id],
+        [*opening, *ids] or [tokenizer.eot_id],
         tokenizer,
         sampling,
         generator_of(model, sampling.seed),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
 from flatout.hardware.machine import pick_device, probe
 from flatout.models.families.export_mark import require_as_exported
+from flatout.models.families.exported import MODEL_TYPE
 from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import LanguageModel, allocate, new_model
 from flatout.progress import SILENT, Progress
@@ -47,6 +48,8 @@ class LoadedRun:
     checkpoint: Path
     progress: Progress = SILENT
     """Where `dataset` reports a download."""
+    opening: Sequence[int] = ()
+    """Tokens with which another tool starts each text."""
 
     @cached_property
     def dataset(self) -> AnyDataset:
@@ -163,7 +166,10 @@ def load_model(
             f"{folder} has no {TOKENIZER}, so its tokens have no text.",
             fix=f"Copy the {TOKENIZER} of the model there.",
         )
-    return LoadedRun(built, load_tokenizer(path), config, parts, folder, found.path, progress)
+    tokenizer = load_tokenizer(path)
+    is_own = found.architecture and MODEL_TYPE in found.architecture.classes
+    opening = () if is_own else tokenizer.opening()
+    return LoadedRun(built, tokenizer, config, parts, folder, found.path, progress, opening)
 
 
 def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[str]:

@@ -12,16 +12,16 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 107_314,
-    "data": 59_409,
-    "training": 55_476,
-    "cli": 24_057,
+    "measure": 107_273,
+    "data": 59_417,
+    "training": 55_491,
+    "cli": 24_046,
     "models": 23_069,
     "assembly": 17_255,
     "config": 10_803,
     "ops": 14_026,
-    "inference": 8_305,
-    "storage": 11_642,
+    "inference": 8_293,
+    "storage": 11_608,
     "distributed": 8_340,
     "optim": 5_850,
     "speedups": 3_976,

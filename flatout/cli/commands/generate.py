@@ -65,7 +65,7 @@ def generate(
     """Write text with a trained model, and print it as it is written.
 
     The model is that of a run, an export, or another tool's model: what train.init_from reads,
-    with its tokenizer.json.
+    with its tokenizer.json, which may start each text with a token such as <s>.
 
     A model with attention sees at most as many tokens as its training sequences had. A longer text
     continues from the second half of them. An eigenstate network has no such limit: its state
@@ -101,6 +101,7 @@ def generate(
             Sampling(temperature, top_k, top_p, seed + number, max_tokens),
             stop=stop or (),
             max_context=loaded.config.data.seq_len,
+            opening=loaded.opening,
         )
         samples.append(prompt + show_pieces(pieces, show))
     return GenerateResult(samples=samples)

@@ -175,9 +175,10 @@ class Tokenizer:
             if entry.get("special") and entry["content"] not in unknown
         } | {self.end_of_text: self.eot_id}
 
-    def named_tokens(self) -> dict[str, tuple[str, int]]:
-        """Return the tokens that the files beside it named, each with its id."""
-        return {name: (token, self.vocabulary[token]) for name, token in self.named.items()}
+    def opening(self) -> list[int]:
+        """Return the special tokens that the file's post-processing puts before a text."""
+        ids = library_tokenizer(self.content, post_process=True).encode("a").ids
+        return [*itertools.takewhile({*self._special.values()}.__contains__, ids)]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flatout.config.registry import ARCHITECTURES, MODELS
 from flatout.errors import ConfigError
@@ -70,8 +69,9 @@ def write_huggingface(source: Source, folder: Path, max_bytes: int, progress: Pr
         lambda dtype: dtype.is_floating_point, map(source.dtype_of, source.weights.shapes)
     )
     name = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
-    named, end = source.tokenizer.named_tokens(), source.tokenizer.eot_id
-    bos, eos, pad = (named.get(f"{kind}_token", ("", end))[1] for kind in ("bos", "eos", "pad"))
+    tokenizer = source.tokenizer
+    named = (tokenizer.named.get(f"{kind}_token") for kind in ("bos", "eos", "pad"))
+    bos, eos, pad = (tokenizer.vocabulary[name or tokenizer.end_of_text] for name in named)
     shared: JsonObject = {"bos_token_id": bos, "eos_token_id": eos}
     write_json(folder / "config.json", config | {"dtype": name} | shared)
     stops = list(dict.fromkeys([eos, *source.stop_ids]))
@@ -79,7 +79,7 @@ def write_huggingface(source: Source, folder: Path, max_bytes: int, progress: Pr
     write_json(folder / GENERATION, shared | ({"use_cache": False} if found.needs_code else {}))
     template = source.template.text if source.template else None
     max_tokens = getattr(source.model, "max_seq_len", None)
-    found.notes.extend(write_tokenizer(source.tokenizer, folder, max_tokens, template))
+    found.notes.extend(write_tokenizer(tokenizer, folder, max_tokens, template))
     if config["model_type"] == "qwen2":
         found.notes.append(
             "AutoTokenizer of transformers 5 gives a qwen2 model the tokenizer of the published "
@@ -137,18 +137,10 @@ def planned(source: Source, tensors: Iterable[TensorMap]) -> Iterator[Planned]:
                 name,
                 source.dtype_of(each.name),
                 tuple(part.shape),
-                partial(_part, source, each.name, read, split, index),
+                lambda own=each.name, split=split, index=index: source.converted(  # type: ignore[misc]
+                    own, split(read(own))[index]
+                ),
             )
-
-
-def _part(
-    source: Source,
-    name: str,
-    read: Callable[[str], Tensor],
-    split: Callable[[Tensor], Sequence[Tensor]],
-    index: int,
-) -> Tensor:
-    return source.converted(name, split(read(name))[index])
 
 
 def own_config(source: Source) -> JsonObject:

@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from export_shapes import CLASSES, OWN_SHAPES, SHAPES
+from tokenizers import processors
 
+from flatout.cli.commands.generate import generate
 from flatout.config.registry import MODELS
 from flatout.data.tokenizers import parse_tokenizer
 from flatout.data.tokenizers.make import of_bytes
@@ -17,9 +20,11 @@ from flatout.inference.export.export import export_run
 from flatout.inference.export.huggingface import MODELING, no_stock_class
 from flatout.inference.export.shards import INDEX
 from flatout.inference.export.source import open_source
+from flatout.inference.generate import Context
 from flatout.inference.load import load_run
 from flatout.models.families.source import ForeignWeights, find_model
 from flatout.ops import Ops
+from flatout.storage.whole import MANIFEST
 from flatout.training.checkpoint.merged import read_merged
 
 ALL = {**SHAPES, **OWN_SHAPES}
@@ -73,13 +78,35 @@ def test_transformers_computes_the_same_logits_and_text(make_run, export_to, sha
     assert tokenizer.decode(found) == loaded.tokenizer.decode(found)
 
 
-def greedy(loaded, total):
-    """Return the prompt's ids and those of the most likely tokens after them."""
-    ids = loaded.tokenizer.encode(PROMPT)
+def greedy(loaded, total, ids=None):
+    """Return the ids, by default the prompt's, and those of the most likely tokens after them."""
+    ids = [*(ids or loaded.tokenizer.encode(PROMPT))]
     while len(ids) < total:
         with torch.no_grad():
             ids.append(int(loaded.model.next_logits(torch.tensor([ids])).argmax()))
     return ids
+
+
+@pytest.mark.slow
+def test_a_text_of_another_tools_model_starts_as_its_tokenizer_starts_it(
+    make_run, export_to, monkeypatch
+):
+    run = make_run("llama", SHAPES["llama"])
+    loaded, (out, _) = load_run(run, "last", device="cpu"), export_to(run)
+    ids = loaded.tokenizer.encode(PROMPT)
+    (out / MANIFEST).unlink()
+    theirs = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    first = (loaded.tokenizer.end_of_text, loaded.tokenizer.eot_id)
+    theirs.post_processor = processors.TemplateProcessing(
+        single=f"{first[0]} $A", special_tokens=[first]
+    )
+    theirs.save(str(out / "tokenizer.json"))
+    seen, read = [], Context.read_text
+    monkeypatch.setattr(Context, "read_text", lambda self, ids: seen.append(ids) or read(self, ids))
+    (text,) = generate(out, PROMPT, max_tokens=4, temperature=0).samples
+    assert text == loaded.tokenizer.decode(greedy(loaded, len(ids) + 5, [first[1], *ids])[1:])
+    generate(run, PROMPT, checkpoint="last", max_tokens=1)
+    assert seen == [[first[1], *ids], ids]
 
 
 @pytest.mark.slow
