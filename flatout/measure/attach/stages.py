@@ -139,8 +139,10 @@ class Stages:
         self.notes: list[str] = []
         self.name = "warm-up"
         """The current stage."""
-        self.first_recorded: int | None = None
+        self.first_recorded = 0
         """The first step that was recorded, of those that were asked for."""
+        self.recorded_s: float | None = None
+        """What these took in all. None until the last one has ended."""
         self.workers: Callable[[], Iterable[tuple[Line, float]]] = tuple
         """What yields the lines of worker processes, as for `LineSampler`."""
         self.timer, self.device = timer, device
@@ -381,8 +383,11 @@ class Stages:
             yield from self._ordinary(lambda steps, seconds: steps < ordinary)
         self.first_recorded = self.next_step
         yield from self._operations()
-        if self.profiler is None:
+        if self.profiler is None:  # they are timed without it
+            self.name = "recorded"
+            self.special = Totals()
             yield from (None for _ in range(asked.steps))
+        self.recorded_s = self.special.seconds
         if not self.on_gpu:
             return
         memory: Any = torch.cuda.memory
@@ -398,14 +403,14 @@ class Stages:
 
     def recorded(self) -> Recorded | None:
         """Write the trace of the recorded steps, and return what they took."""
-        if self._recording is None or self.first_recorded is None:
+        if self._recording is None or self.recorded_s is None:
             return None
         if self.profiler is not None:
             self.profiler.export_chrome_trace(self._recording.trace)
         return Recorded(
             device=self.device,
             first_step=self.first_recorded,
-            seconds=self.special.seconds,
+            seconds=self.recorded_s,
             step_s=self.step_s if self.ordinary.steps else None,
             notes=tuple(self.notes),
         )

@@ -109,10 +109,10 @@ def recorded(
             raw, snapshot = scratch / "raw.json", scratch / SNAPSHOT
             asked = Recording(steps=steps, skip=skip, trace=str(raw), snapshot=str(snapshot))
             ran = record(Request(recording=asked), scratch)
-            found, error = ran.recorded, error_in(ran.output)
-            if found is None and error is not None:
-                raise error
+            found = ran.recorded
             if found is None:
+                if error := error_in(ran.output):
+                    raise error
                 evidence_in(what, ran)  # raises, as nothing was measured
             assert found is not None
             profile = Profile(

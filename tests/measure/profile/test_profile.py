@@ -69,6 +69,25 @@ def test_a_script_is_profiled_too(tmp_path):
     assert (tmp_path / "out" / "trace.json.gz").exists()
 
 
+def test_a_script_that_ends_while_it_is_recorded_is_an_error(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP.replace("1000", "5"))
+    command = [sys.executable, str(tmp_path / "loop.py")]
+    with pytest.raises(RunFailed, match="it took too few steps"):
+        profile_script(command, steps=3, skip=3, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    found = profile_script(command, steps=2, skip=3, out=tmp_path / "out")
+    assert (found.first_step, found.steps) == (4, 2)
+
+
+def test_a_script_with_a_profiler_of_its_own_is_timed(tmp_path):
+    with_profiler = "own = torch.profiler.profile().__enter__()\nfor _ in"
+    (tmp_path / "loop.py").write_text(LOOP.replace("for _ in", with_profiler))
+    found = profile_script([sys.executable, str(tmp_path / "loop.py")], out=tmp_path / "out")
+    assert found.table is found.trace is None
+    assert "Another profiler is active" in found.notes[0]
+    assert found.profiled_step_ms > 0
+
+
 @pytest.mark.thorough
 def test_the_trace_has_what_perfetto_requires(quick):
     """Strict JSON, ranges that nest on each thread, all at about one time."""
