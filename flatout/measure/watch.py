@@ -82,7 +82,7 @@ class Watched(Generic[Batch]):
         return len(self._batches)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
+        return getattr(vars(self).get("_batches"), name)  # a copy is made without it
 
 
 class Watch:
@@ -215,8 +215,6 @@ class Watch:
         return self.diagnosis().summary()
 
     def _tell(self) -> None:
-        was_asked = self._was_asked
         self._evidence = self.evidence()
-        diagnosis = self.diagnosis()
-        if not was_asked:
-            print(diagnosis.summary(), file=sys.stderr)
+        if not self._was_asked:
+            print(self, file=sys.stderr)

@@ -1,5 +1,6 @@
 """`flatout.watch` measures a loop, names its faults, and never changes what the loop does."""
 
+import copy
 import gc
 import logging
 import random
@@ -362,6 +363,7 @@ def test_the_loaders_own_attributes_are_visible(watch):
     with pytest.raises(TypeError, match="has no len"):
         len(watch(batches(2)))
     assert next(watch(iter(range(3)))) == 0
+    assert [*copy.copy(watch([1, 2]))] == [1, 2]
 
 
 def test_saves_in_other_threads_are_not_part_of_the_loop(watch, tmp_path):
