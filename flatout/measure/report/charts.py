@@ -25,7 +25,7 @@ from bokeh.themes import Theme
 from flatout.measure.report.curves import CHARTS, COLUMNS, NOT_DRAWN, Chart, Curve, RunData, outline
 
 NUM_COLORS = 8
-"""Colours in page.css. They repeat after that."""
+"""Colours in page.css. They repeat after that, with other dashes."""
 DASHES = {"solid": "", "dashed": "6 4", "dotted": "2 3", "dotdash": "2 3 6 3"}
 """Bokeh's dashes, and those of SVG in a legend."""
 MAX_OTHER_CHARTS = 12
@@ -62,14 +62,19 @@ def drawn_charts(runs: Sequence[RunData]) -> list[Drawn]:
     Metrics that CHARTS does not name have charts of their own, up to a number. A colour stands for
     a metric in a report about one run, and for a run in one about several.
     """
-    named = NOT_DRAWN.union(*(chart.labels for chart in CHARTS))
-    others = sorted({name for run in runs for name in run.curves} - named)[:MAX_OTHER_CHARTS]
+    others = others_in(runs)[:MAX_OTHER_CHARTS]
     every = [*CHARTS, *(Chart(name, "", {name: name.rpartition("/")[2]}) for name in others)]
     found = [
         Drawn(f"chart{at}", chart.title, chart.unit, tuple(_lines(chart, runs)))
         for at, chart in enumerate(every)
     ]
     return [chart for chart in found if chart.lines]
+
+
+def others_in(runs: Sequence[RunData]) -> list[str]:
+    """Return the metrics of the runs that CHARTS does not name, in order."""
+    named = NOT_DRAWN.union(*(chart.labels for chart in CHARTS))
+    return sorted({name for run in runs for name in run.curves} - named)
 
 
 def _lines(chart: Chart, runs: Sequence[RunData]) -> Iterator[Line]:
@@ -80,19 +85,20 @@ def _lines(chart: Chart, runs: Sequence[RunData]) -> Iterator[Line]:
             if curve is None or not np.isfinite(curve[-1]).any():
                 continue
             names = [run.name] if len(chart.labels) == 1 else [run.name, label]
+            dash = number + index // NUM_COLORS * len(chart.labels)
             yield Line(
                 key=f"{index}|{metric}",
                 label=" · ".join(names) if several else label or chart.title,
                 curve=outline(curve) * scales,
                 color=(index if several else number) % NUM_COLORS,
-                dash=[*DASHES][number % len(DASHES)] if several else "solid",
+                dash=[*DASHES][dash % len(DASHES)] if several else "solid",
             )
 
 
 def library() -> str:
     """Return BokehJS as a script: the copy that the Python package contains."""
     resources = Resources(mode="inline", components=["bokeh"], minified=True)
-    return "\n".join(resources.js_raw[:1])
+    return resources.js_raw[0]
 
 
 def charts_json(charts: Sequence[Drawn]) -> dict[str, Any]:

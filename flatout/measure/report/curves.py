@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import NoneType
 from typing import TypeAlias
@@ -49,23 +50,19 @@ class Chart:
     """What a run reached."""
 
 
-def last(values: Sequence[float]) -> float:
-    """Return the last value."""
-    return values[-1]
-
-
+LAST = itemgetter(-1)
 STEP = {f"perf/{name}_ms": name for name in ("step", "device", "host")}
 STEP["perf/data_wait_ms"] = "waiting for data"
 MEMORY = {f"mem/{name}_gib": name for name in ("peak", "allocated", "reserved", "process")}
 LOSSES = {"train/loss": "training", "val/loss": "validation"}
 CHARTS = (
-    Chart("Loss", "nats per token", LOSSES, reduce=last),
+    Chart("Loss", "nats per token", LOSSES, reduce=LAST),
     Chart("Throughput", "tokens/s", {"perf/tokens_per_s": ""}),
     Chart("Model FLOPs utilisation", "% of the peak", {"perf/mfu": ""}, scale=100),
     Chart("Time of a step", "ms", STEP),
     Chart("Memory", "GiB", MEMORY, reduce=max),
     Chart("Gradient norm", "before clipping", {"train/grad_norm": ""}),
-    Chart("Learning rate", "", {"train/lr": ""}, reduce=last),
+    Chart("Learning rate", "", {"train/lr": ""}, reduce=LAST),
     Chart("Other processes", "cores busy", {"cpu/other_cores": ""}),
     Chart("GPU utilisation", "%", {"gpu/util_pct": ""}),
     Chart("GPU power", "W", {"gpu/power_w": ""}),
@@ -105,6 +102,11 @@ class RunData(RunLog):
                 )
         if not self.num_records:
             self.notes.append("metrics.jsonl has no records yet, so there are no curves.")
+        elif not self.curves:
+            self.notes.append(
+                "No metric in metrics.jsonl has a name with a slash, such as train/loss, so there "
+                "are no curves."
+            )
         _ = self.settings, self.summary  # now, as their damage becomes a note
         self.diagnosis: Diagnosis | None = None
         """What `flatout diagnose` finds in the records. None where there are too few."""

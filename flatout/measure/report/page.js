@@ -142,8 +142,9 @@ function valueAt(key, at) {
   const positions = column(source, axis);
   const reach = (range().end - range().start) / 100;
   const nearest = indexNear(positions, at);
-  const isOutside = at < positions[0] - reach || at > positions[positions.length - 1] + reach;
-  if (nearest === null || isOutside) return "";
+  // false for positions that are not known
+  const isInside = at >= positions[0] - reach && at <= positions[positions.length - 1] + reach;
+  if (nearest === null || !isInside) return "";
   const value = column(source, "value")[nearest];
   return Number.isFinite(value) ? formatted(value) : "";
 }

@@ -9,6 +9,7 @@ import base64
 import datetime
 import hashlib
 import importlib.util
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from flatout.display import UNKNOWN, Column, Display, Table, digits, duration, h
 from flatout.errors import MissingPackage
 from flatout.measure.report.curves import CHARTS, INTERVALS, RunData
 from flatout.storage.json_io import is_finite
+from flatout.storage.streams import shortened
 
 MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""
@@ -92,6 +94,7 @@ def render(runs: Sequence[RunData]) -> str:
         runs=runs,
         sections=list(sections(runs)),
         charts=drawn,
+        left_out=shortened(charts.others_in(runs)[charts.MAX_OTHER_CHARTS :]),
         num_colors=charts.NUM_COLORS,
         dashes=charts.DASHES,
         intervals=INTERVALS,
@@ -141,7 +144,7 @@ def sections(runs: Sequence[RunData]) -> Iterator[PageSection]:
         if rows:
             earlier = len(rows) - MAX_EVENTS
             notes = [f"{earlier:,} earlier events are in events.jsonl."] if earlier > 0 else []
-            head = [Column(label) for label in ("since the start", "step", "event", "details")]
+            head = [*map(Column, ("since its process started", "step", "event", "details"))]
             body = html(Display(tables=[Table(head, rows[-MAX_EVENTS:])], notes=notes))
             yield PageSection("events", f"Events{of_run}", body)
     notes = [] if any(every) else [NO_SETTINGS]
@@ -167,11 +170,13 @@ def results(run: RunData) -> dict[str, str]:
                 value = chart.scale * (chart.reduce(values) or 0.0)
                 name = f"{chart.title}, {label}" if label else chart.title
                 found[name] = f"{digits(value)} {chart.unit}"
-    known = {label: (run.summary or {}).get(name) for name, label in SUMMARY.items()}
-    found |= {label: cut(plain(value)) for label, value in known.items() if value is not None}
-    counted = Counter(str(event["event"]) for event in run.events)
-    events = {"events": ", ".join(f"{number:,} {kind}" for kind, number in counted.items())}
-    return found | (events if counted else {})
+    for name, label in SUMMARY.items():
+        known = (run.summary or {}).get(name)
+        if known is not None:
+            found[label] = cut(plain(known))
+    if counted := Counter(str(event["event"]) for event in run.events):
+        found["events"] = ", ".join(f"{number:,} {kind}" for kind, number in counted.items())
+    return found
 
 
 def comparability(every: Sequence[Mapping[str, str]]) -> list[str]:
@@ -190,5 +195,8 @@ def comparability(every: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def settings(run: RunData) -> dict[str, str]:
-    """Return the settings of a run."""
-    return {name: cut(plain(value)) for name, value in run.settings.items()}
+    """Return the settings of a run, with all digits of their numbers."""
+    exact = json.loads(
+        json.dumps(run.settings), parse_float=lambda number: number.removesuffix(".0")
+    )
+    return {name: cut(plain(value)) for name, value in exact.items()}

@@ -110,6 +110,15 @@ def test_speedups_that_are_switched_off_later_are_events(make_run, read):
     assert "– 5 sample text Once upon a time" in shown
 
 
+def test_settings_are_shown_and_compared_with_all_their_digits(make_run, read):
+    rates = ("1.23456e-3", "1.23461e-3")
+    runs = [make_run(lr, config=f"optim: {{lr: {lr}, clip: 2.0}}\n") for lr in rates]
+    shown = text_of(read(*runs))
+    assert "optim.lr 0.00123456 0.00123461" in shown
+    assert "The settings are the same" not in shown
+    assert "optim.clip 2 2 " in shown
+
+
 def test_many_events_and_long_texts_are_cut(make_run, read):
     events = [{"event": "skip", "step": step} for step in range(MAX_EVENTS + 7)]
     events[-1]["text"] = "x" * 10**6
@@ -141,7 +150,27 @@ def test_the_charts_are_those_of_the_numbers(make_run, read):
     assert charts["Learning rate"] == ["one", "two"]
     assert charts["Loss"] == ["one · training", "two · training"]
     many = [{"step": 1, "val/loss/book": 2.0} | {f"my/f{n:03}": 1.0 for n in range(100)}]
-    assert len(drawn(*read(make_run("many", records=many)))) == 12
+    (run,) = read(make_run("many", records=many))
+    assert len(drawn(run)) == 12
+    assert "Metrics without a chart: my/f012, my/f013, my/f014, my/f015, my/f016, and 84 more." in (
+        text_of([run])
+    )
+    assert "without a chart" not in text_of(read(make_run("few")))
+
+
+def test_no_two_lines_of_a_chart_look_alike(make_run, read):
+    records = [{"step": 1, "train/loss": 1.0, "val/loss": 2.0, "train/lr": 3.0}]
+    runs = read(*(make_run(f"run-{number}", records=records) for number in range(12)))
+    for figure in re.findall(r"<figure.*?</figure>", render(runs), re.DOTALL):
+        looks = re.findall(r'class="(c\d)" stroke-dasharray="(.*?)"', figure)
+        assert len(looks) in (12, 24)
+        assert len({*looks}) == len(looks)
+
+
+def test_the_loss_is_drawn_over_the_whole_width(make_run, read):
+    page = render(read(make_run()))
+    (key,) = re.findall(r'figure\[data-chart="(\w+)"\][^{]*{ grid-column: 1 / -1; }', page)
+    assert f'<figure data-chart="{key}"><figcaption><h2>Loss</h2>' in page
 
 
 def test_all_plots_share_one_horizontal_range_with_an_axis_for_each_position(make_run, read):
