@@ -134,7 +134,9 @@ def test_a_run_without_tokens_has_no_value_on_their_axis(make_run, read, show):
     other = [{"step": step, "train/loss": 1.0} for step in range(1, 21)]
     tab = show(read(make_run("a"), make_run("b", records=other)))
     tab.page.check('input[value="tokens"]')
-    box = tab.page.locator('[data-chart="chart0"] .plot').bounding_box()
+    plot = tab.page.locator('[data-chart="chart0"] .plot')
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
     tab.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
     first, second = tab.page.locator('[data-chart="chart0"] output').all_inner_texts()
     assert 0.3 < float(first) < 0.5
