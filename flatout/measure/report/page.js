@@ -23,6 +23,7 @@ async function show() {
   for (const plot of plots) {
     plot.model = bokeh.get_model_by_id(plot.root);
     plot.view = Bokeh.index.get(plot.model);
+    plot.model.y_range.default_span = 2 * largest(plot.model) || 2;  // from 0, if all are equal
     listen(plot);
     if (matchMedia("(pointer: coarse)").matches) plot.model.toolbar.active_drag = null;
   }
@@ -37,6 +38,11 @@ async function show() {
   setAxis(axis);
   paint();
   document.documentElement.dataset.ready = "yes";
+}
+
+function largest(model) {
+  const values = model.renderers.flatMap(({ data_source }) => [...column(data_source, "value")]);
+  return values.reduce((most, value) => Math.max(most, Math.abs(value) || 0), 0);
 }
 
 function range() {

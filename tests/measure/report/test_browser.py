@@ -130,6 +130,15 @@ def test_the_legends_have_the_values_below_the_mouse(make_run, read, show):
     assert tab.page.inner_text('[data-chart="chart0"] output') == ""
 
 
+def test_the_axis_of_equal_values_starts_at_0(make_run, read, show):
+    tab = show(read(make_run()))
+    at = {"chart6": 1e-3, "chart4": 0.5}  # the learning rate, the memory
+    for key, value in at.items():
+        range_of = f"plots.find(plot => plot.key === '{key}').model.y_range"
+        tab.wait_for(f"Math.abs({range_of}.end / {2 * value} - 1) < 1e-6")
+        assert abs(tab.page.evaluate(f"{range_of}.start")) < 1e-9
+
+
 def test_a_run_without_tokens_has_no_value_on_their_axis(make_run, read, show):
     other = [{"step": step, "train/loss": 1.0} for step in range(1, 21)]
     tab = show(read(make_run("a"), make_run("b", records=other)))
