@@ -131,7 +131,7 @@ def _plot(chart: Drawn, x_range: Range1d) -> figure:
     zoom = BoxZoomTool(dimensions="width")
     options: dict[str, Any] = {"x_range": x_range, "x_axis_location": None, "window_axis": "x"}
     plot = figure(height=220, tools=[zoom], active_drag=zoom, **options)
-    forms = zip(COLUMNS, ("0.[000]a", "0.[00]a", "00:00:00"), strict=False)
+    forms = zip(COLUMNS, ("0.[000000]a", "0.[000000]a", "00:00:00"), strict=False)
     for name, form in forms:
         axis: Any = LinearAxis(name=name)
         axis.formatter = NumeralTickFormatter(format=form)

@@ -130,6 +130,16 @@ def test_the_legends_have_the_values_below_the_mouse(make_run, read, show):
     assert tab.page.inner_text('[data-chart="chart0"] output') == ""
 
 
+def test_positions_have_short_labels_that_differ_however_close_they_are(make_run, read, show):
+    tab = show(read(make_run()))
+    for name in ("step", "tokens"):
+        axis = f"plots[0].model.below.find(axis => axis.name === '{name}')"
+        labels = tab.page.evaluate(
+            f"{axis}.formatter.doFormat([20, 1500, 2000000, 1234567000, 1234568000], {{}})"
+        )
+        assert labels == ["20", "1.5k", "2m", "1.234567b", "1.234568b"]
+
+
 def test_the_axis_of_equal_values_starts_at_0(make_run, read, show):
     tab = show(read(make_run()))
     at = {"chart6": 1e-3, "chart4": 0.5}  # the learning rate, the memory
