@@ -176,11 +176,11 @@ class Watch:
         return diagnosis_of(self.evidence())
 
     def verdict(self) -> str:
-        """Return the most important finding in one line.
+        """Return the most important finding in one line, on other ranks that rank 0 is watched.
 
         Raises: ConfigError when no step has been watched.
         """
-        return self.diagnosis().verdict
+        return self._elsewhere or self.diagnosis().verdict
 
     def __repr__(self) -> str:
         """Return what is known so far, as a notebook shows it."""
@@ -212,7 +212,11 @@ class Watch:
 
     def __str__(self) -> str:
         """Return the findings as text."""
-        return self.diagnosis().summary()
+        return self._elsewhere or self.diagnosis().summary()
+
+    @property
+    def _elsewhere(self) -> str:
+        return f"Rank 0 is watched, and this is rank {self._loop.rank}." * (self._loop.rank > 0)
 
     def _tell(self) -> None:
         self._evidence = self.evidence()

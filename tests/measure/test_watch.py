@@ -426,8 +426,9 @@ def test_other_ranks_neither_measure_nor_speak(monkeypatch, capsys):
     with flatout.watch() as watch:
         train(watch)
     assert not capsys.readouterr().err
+    assert watch.verdict() == str(watch) == "Rank 0 is watched, and this is rank 1."
     with pytest.raises(ConfigError, match="this is rank 1"):
-        watch.verdict()
+        watch.diagnosis()
 
 
 def test_logged_losses_are_evidence(watch):

@@ -102,11 +102,6 @@ class RunData(RunLog):
                 )
         if not self.num_records:
             self.notes.append("metrics.jsonl has no records yet, so there are no curves.")
-        elif not self.curves:
-            self.notes.append(
-                "No metric in metrics.jsonl has a name with a slash, such as train/loss, so there "
-                "are no curves."
-            )
         _ = self.settings, self.summary  # now, as their damage becomes a note
         self.diagnosis: Diagnosis | None = None
         """What `flatout diagnose` finds in the records. None where there are too few."""
@@ -116,7 +111,7 @@ class RunData(RunLog):
     def values(self, metric: str) -> list[float]:
         """Return the finite values of a metric."""
         curve = self.curves.get(metric)
-        return [] if curve is None else [float(each) for each in curve[-1][np.isfinite(curve[-1])]]
+        return [] if curve is None else curve[-1][np.isfinite(curve[-1])].tolist()
 
 
 def read_runs(paths: list[Path]) -> list[RunData]:

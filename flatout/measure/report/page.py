@@ -121,8 +121,11 @@ def sections(runs: Sequence[RunData]) -> Iterator[PageSection]:
         yield PageSection("differences", "Differences", table(every, notes, all_rows=False))
     notes = [f"{run.name}: {note}" if several else note for run in runs for note in run.notes]
     reached = [results(run) for run in runs]
-    alone = html(Display(values=[*reached[0].items()], notes=notes))
-    body = table(reached, notes, all_rows=True) if several else alone
+    body = (
+        table(reached, notes, all_rows=True)
+        if several
+        else html(Display(values=[*reached[0].items()], notes=notes))
+    )
     yield PageSection("results", "Results", body)
     for run in runs:
         of_run = f" of {run.name}" if several else ""
@@ -196,7 +199,5 @@ def comparability(every: Sequence[Mapping[str, str]]) -> list[str]:
 
 def settings(run: RunData) -> dict[str, str]:
     """Return the settings of a run, with all digits of their numbers."""
-    exact = json.loads(
-        json.dumps(run.settings), parse_float=lambda number: number.removesuffix(".0")
-    )
+    exact = json.loads(json.dumps(run.settings), parse_float=str)
     return {name: cut(plain(value)) for name, value in exact.items()}

@@ -62,11 +62,6 @@ def test_records_without_a_step_are_omitted(make_run, read):
     (run,) = read(folder)
     assert run.num_records == 0
     assert "no records yet" in run.notes[0]
-    (run,) = read(make_run("plain", records=[{"step": 1, "loss": 2.0}]))
-    assert run.notes == [
-        "No metric in metrics.jsonl has a name with a slash, such as train/loss, so there are no "
-        "curves."
-    ]
 
 
 def test_a_damaged_configuration_becomes_a_note(make_run, read):

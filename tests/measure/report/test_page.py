@@ -116,7 +116,7 @@ def test_settings_are_shown_and_compared_with_all_their_digits(make_run, read):
     shown = text_of(read(*runs))
     assert "optim.lr 0.00123456 0.00123461" in shown
     assert "The settings are the same" not in shown
-    assert "optim.clip 2 2 " in shown
+    assert "optim.clip 2.0 2.0 " in shown
 
 
 def test_many_events_and_long_texts_are_cut(make_run, read):
