@@ -104,8 +104,8 @@ def recorded(
     """
     claim(out)
     try:
-        with writing_run(out), tempfile.TemporaryDirectory(dir=out, prefix=".steps-") as name:
-            scratch = Path(name).resolve()
+        with writing_run(out), tempfile.TemporaryDirectory(dir=out, prefix=".steps-") as made:
+            scratch = Path(made).resolve()
             raw, snapshot = scratch / "raw.json", scratch / SNAPSHOT
             asked = Recording(steps=steps, skip=skip, trace=str(raw), snapshot=str(snapshot))
             ran = record(Request(recording=asked), scratch)
@@ -128,6 +128,8 @@ def recorded(
                 profiled_step_ms=1e3 * found.seconds / steps,
                 notes=found.notes,
             )
+            for name in (TRACE, SNAPSHOT):
+                (out / name).unlink(missing_ok=True)  # those of an earlier profile
             if snapshot.exists():
                 snapshot.replace(out / SNAPSHOT)
             if raw.exists():

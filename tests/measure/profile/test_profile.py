@@ -81,9 +81,13 @@ def test_a_script_that_ends_while_it_is_recorded_is_an_error(tmp_path):
 
 def test_a_script_with_a_profiler_of_its_own_is_timed(tmp_path):
     with_profiler = "own = torch.profiler.profile().__enter__()\nfor _ in"
+    (tmp_path / "loop.py").write_text(LOOP)
+    command = [sys.executable, str(tmp_path / "loop.py")]
+    profile_script(command, out=tmp_path / "out")
     (tmp_path / "loop.py").write_text(LOOP.replace("for _ in", with_profiler))
-    found = profile_script([sys.executable, str(tmp_path / "loop.py")], out=tmp_path / "out")
+    found = profile_script(command, out=tmp_path / "out")
     assert found.table is found.trace is None
+    assert not (tmp_path / "out" / "trace.json.gz").exists(), "that of the first one"
     assert "Another profiler is active" in found.notes[0]
     assert found.profiled_step_ms > 0
 
