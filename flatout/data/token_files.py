@@ -70,7 +70,9 @@ class Reading:
     vocab_size: int
     """Number of ids. It decides between types that a file without a header may contain."""
     dtype: str | None = None
-    """The type of the tokens of a file without a header. Guessed when None."""
+    """The type that the user states. Guessed for a file without a header when None."""
+    dtype_beside: str | None = None
+    """The type that metadata.json states of files without a header."""
     field: str | None = None
     """The key with the tokens in a file of torch.save: one of FIELDS, or the only one, when
     None."""
@@ -256,6 +258,11 @@ def read_tokens(path: Path, reading: Reading) -> tuple[Array, str | None]:
         _field((), reading, path, KEYLESS)
     array, note = _READERS[kind](path, reading), None
     require_tokens(array.dtype, array.shape, str(path))
+    if reading.dtype not in (None, array.dtype.name):
+        raise DataError(
+            f"{path} contains {array.dtype.name}, but --dtype is {reading.dtype}.",
+            fix="Remove --dtype: it is for files without a header.",
+        )
     if not array.size:
         raise DataError(f"{path} contains no tokens.", fix=COPY)
     if array.ndim > 1:
@@ -263,7 +270,7 @@ def read_tokens(path: Path, reading: Reading) -> tuple[Array, str | None]:
         note = f"{path.name} has {rows:,} rows of {columns:,} tokens, which follow each other."
     if kind == "arrow":
         note = f"The rows of {path.name} follow each other."
-    if kind == "raw" and reading.dtype is None:
+    if kind == "raw" and not (reading.dtype or reading.dtype_beside):
         note = f"{path.name} is read as {array.dtype.name}. --dtype names a different type."
     return array.reshape(-1), note
 
@@ -364,7 +371,8 @@ def _field(names: Sequence[str], reading: Reading, path: Path, otherwise: str) -
 
 def _raw(path: Path, reading: Reading) -> Array:
     fallback = "uint16" if reading.vocab_size <= 1 << 16 else "uint32"
-    name = reading.dtype or guess_dtype(_sample(path), reading.vocab_size) or fallback
+    name = reading.dtype or reading.dtype_beside
+    name = name or guess_dtype(_sample(path), reading.vocab_size) or fallback
     dtype = np.dtype(name).newbyteorder("<")
     size = path.stat().st_size
     if not size or size % dtype.itemsize:

@@ -197,7 +197,7 @@ def import_tokens(
     folder = path if (path / METADATA).is_file() else found.files[0].parent
     metadata = read_metadata(folder)
     known = _tokenizer(path, options, metadata, progress)
-    reading = Reading(known.vocab_size, options.dtype or metadata["dtype"], options.field)
+    reading = Reading(known.vocab_size, options.dtype, metadata["dtype"], options.field)
     before = _stats(found.files)
     source: JsonObject = {
         "names": [storable(str(path))],
@@ -205,7 +205,7 @@ def import_tokens(
         "fingerprint": _fingerprint(found.train, before),
         "val": [storable(str(file)) for file in found.val] or None,
         "val_fingerprint": _fingerprint(found.val, before) if found.val else None,
-        "dtype": reading.dtype,
+        "dtype": reading.dtype or reading.dtype_beside,
         "field": options.field,
         "tokenizer": known.digest(),
         "documents": options.documents,
@@ -218,9 +218,10 @@ def import_tokens(
         counts, dtype = [*sizes.values()], opened[found.files[0]][0].dtype.name
         facts: JsonObject = {"ids": known.vocab_size, "dtype": dtype, "eot": known.eot_id}
         total, train = sum(counts), sum(counts[: len(found.train)])
-        if folder == path and not (found.left_out or options.val):  # totals are of all files there
-            facts |= {"files": len(sizes), "tokens": total, "train": train, "val": total - train}
-            facts["names"] = [file.name for file in sizes]
+        if folder == path and not options.val:
+            facts |= {"train": train, "val": total - train}
+            if not found.left_out:  # totals are of all files there
+                facts |= {"files": len(sizes), "tokens": total, "names": [f.name for f in sizes]}
         check_metadata(folder / METADATA, metadata, facts)
         for note in dict.fromkeys(note for _, note in opened.values() if note):
             progress.say(note)

@@ -26,6 +26,7 @@ from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
 from flatout.data.prepare.workers.local import LocalWorkers, Workers
 from flatout.data.sources import CANNOT_BE_READ, ReadTask
+from flatout.data.sources.files import advised
 from flatout.data.sources.listing import first_changed
 from flatout.data.sources.packed import NotHandedOut
 from flatout.data.store.manifest import (
@@ -230,7 +231,7 @@ def _pack(
     except (Unfinished, NotHandedOut, Unreachable):  # the text is not at fault, so the work is kept
         raise
     except DataError as error:
-        raise work.keep(error) from error
+        raise work.keep(advised(error, request.corpus.files)) from error
     return records
 
 

@@ -74,11 +74,21 @@ class BadRow:
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
     count: int = 1
     """Number of rows that this one represents, itself included."""
+    other_field: str | None = None
+    """The field that the fix suggests instead of one that the row lacks."""
 
     @property
     def error(self) -> DataError:
         """The error to raise."""
-        return DataError(f"{self.location} {self.what}.", fix=self.fix)
+        return BadRowError(f"{self.location} {self.what}.", fix=self.fix, other=self.other_field)
+
+
+class BadRowError(DataError):
+    """A row cannot be used."""
+
+    def __init__(self, what: str, *, fix: str, other: str | None) -> None:
+        super().__init__(what, fix=fix)
+        self.other_field = other
 
 
 CANNOT_BE_READ = "cannot be read"

@@ -60,6 +60,8 @@ class Fields:
     """Writes the turns as text, when rows are conversations."""
     beside: tuple[str, ...] = ()
     """Further fields of a conversation that rows have, such as tools or a system prompt."""
+    is_stated: bool = False
+    """Whether `text` is what the user wrote, even if it is the default."""
 
     @property
     def named(self) -> list[tuple[str, str]]:
@@ -71,13 +73,13 @@ class Fields:
         """Return the fields of rows that have fields of these names.
 
         Conversations are in the first of CHAT_FIELDS that there is, or in ALPACA_FIELDS, or in
-        PROMPT and COMPLETION, unless a different field is named.
+        PROMPT and COMPLETION, unless the user names a field.
         """
         if self.chat is None or self.beside:
             return self
         beside = [TOOLS, *SYSTEM_FIELDS, *MASK_FIELDS]
         text = self.text
-        if text == Fields.text:
+        if text == Fields.text and not self.is_stated:
             text = next(filter(names.__contains__, CHAT_FIELDS), CHAT_FIELDS[0])
             if text not in names and INSTRUCTION in names and OUTPUT in names:
                 text = INSTRUCTION
@@ -148,7 +150,8 @@ def _no_field(where: Location, field: str, names: list[str], option: str) -> Bad
     fix = f"Name the field that contains the text with {option}."
     if guess:
         fix = f"Did you mean {option} {in_shell(guess)}?"
-    return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", where)
+    reason = f"no field {field!r}"
+    return BadRow(f"has {reason}", fix, reason, where, other_field=guess)
 
 
 def too_long(where: Location, limit: int) -> BadRow:

@@ -26,6 +26,7 @@ from flatout.data.sources.listing import (
 from flatout.data.sources.packed import import_package, is_packed, require_opener
 from flatout.data.sources.tables import PARQUET, TABLE_SUFFIXES, cut_parquet, read_table
 from flatout.data.sources.text import TEXT_BYTES, read_rows, read_text
+from flatout.errors import DataError
 from flatout.storage.remote.urls import is_url
 
 PARTS, MIN_PART_BYTES = 64, 1 << 20
@@ -55,6 +56,8 @@ _CONVERTIBLE = {
     ),
 }
 """Unsupported formats by suffix, with a command that converts them to text or JSONL."""
+MOST_ASKED = 100
+"""Files of which a row is read to see whether advice fits them all."""
 FINGERPRINT_BYTES = 256 << 20
 PARALLEL_FILES = 16
 """Files that are cut at the same time: listing row groups mostly waits for a server."""
@@ -155,6 +158,19 @@ def _tasks(
             if index == 0:
                 started.append(file)
     yield task()
+
+
+def advised(error: DataError, found: Sequence[InputFile]) -> DataError:
+    """Return the error for a row, whose fix suggests no field that the rows of other files lack."""
+    field = getattr(error, "other_field", "")
+    for file in found[:MOST_ASKED] if field else ():
+        pieces = (Piece(file.path, 0, None, file.size),) if holds_rows([file]) else ()
+        row = next(read_pieces(pieces, Fields(field)), None)
+        if isinstance(row, BadRow) and row.reason == f"no field {field!r}":
+            fix = f"Name a field that all files have: {file.path} has no {field!r}. "
+            fix += "Or prepare these files separately, and train on both with data.mix."
+            return DataError(error.what, fix=fix)
+    return error
 
 
 def holds_rows(found: Iterable[InputFile]) -> bool:

@@ -67,6 +67,7 @@ FILES = {
 _FILES = "Give a Hugging Face tokenizer.json or a .tiktoken file."
 _BESIDE = (CONFIG_FILE, "special_tokens_map.json", "generation_config.json", "config.json")
 """Files beside a tokenizer.json that may state its end-of-text token, the first that does first."""
+NAME_END = "name its end-of-text token with --end-of-text, or name a tokenizer.json file"
 _REPOSITORY = "openai-community/gpt2"
 """An example, and what GPT-2's tokenizer is called on the hub."""
 
@@ -150,9 +151,9 @@ def existing_tokenizer(
     if path.is_file():
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
     if is_repository(spec) and not path.parent.is_dir():
-        path = tokenizer_file(spec, progress=progress)
+        path, otherwise = tokenizer_file(spec, progress=progress), "" if end_of_text else NAME_END
         for name in _BESIDE:  # which are read beside it
-            beside = repository_file(spec, name, progress=progress)
+            beside = repository_file(spec, name, otherwise=otherwise, progress=progress)
             if beside is not None and _stated_in(beside):
                 break
         return load_tokenizer(path, end_of_text=end_of_text, name=spec)

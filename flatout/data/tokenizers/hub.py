@@ -54,26 +54,26 @@ def repository_file(
     name: str,
     filename: str,
     *,
-    must_know: bool = False,
+    otherwise: str = "",
     cache: Path | None = None,
     endpoint: str | None = None,
     progress: Progress = SILENT,
 ) -> Path | None:
     """Return the local path of another small file of a repository whose tokenizer was found.
 
-    None when the repository lacks it, which is cached too, or the hub cannot be reached.
+    None when the repository lacks it, which is cached too, or the hub cannot be reached and the
+    file does not matter. If it does, `otherwise` says how to do without it.
 
-    Raises: DataError if we `must_know`, and the hub cannot be reached.
+    Raises: DataError if it matters, and the hub cannot be reached.
     """
     found = _file(name, filename, cache, endpoint, progress)
     if isinstance(found, Path):
         return found
-    if must_know and type(found).__name__ not in _LACKING:
+    if otherwise and type(found).__name__ not in _LACKING:
         raise DataError(
             f"It is not known whether {name} has a {filename}: it is not in the cache, and the hub "
             "cannot be reached.",
-            fix="Check the connection, then run it again. Or name a chat template: --chat chatml, "
-            "--chat plain or --chat FILE.",
+            fix=f"Check the connection, then run it again. Or {otherwise}.",
         ) from found
     return None
 

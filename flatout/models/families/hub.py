@@ -19,6 +19,7 @@ SMALL = (
     CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )

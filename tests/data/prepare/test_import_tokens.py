@@ -197,6 +197,16 @@ def test_the_header_of_llm_c_states_the_type(tmp_path, imported):
     assert imported(path, tokenizer="ids:128256:128001").train == [100_000, 5] * 18
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_type_that_a_file_contradicts_is_an_error(tmp_path, imported, name):
+    path = WRITERS[name](tmp_path / name, list(range(20)))
+    own = "uint16" if path.suffix == ".bin" else "int64"
+    assert imported(path, dtype=own).train == list(range(18))
+    if name != "tokens.bin":  # which states none
+        with pytest.raises(DataError, match=f"{name} contains {own}, but --dtype is uint32"):
+            imported(path, dtype="uint32", out="other")
+
+
 def test_rows_follow_each_other(tmp_path, imported):
     rows = np.arange(200).reshape(20, 10)
     for number, array in enumerate((rows, np.asfortranarray(rows))):
@@ -593,6 +603,9 @@ def test_totals_of_all_files_are_not_compared_with_a_part_of_them(tmp_path, impo
     assert len(imported(folder, out="both").val) == 10
     made = imported(folder / "train.bin", out="named", val=folder / "val.bin")
     assert (len(made.train), len(made.val)) == (40, 10)
+    (folder / "metadata.json").write_text(json.dumps({"num_tokens": 80, "splits": {"train": 41}}))
+    with pytest.raises(DataError, match=r"has splits\.train 41\. There are 40 tokens"):
+        imported(folder, out="again")
     (folder / "test.bin").unlink()
     with pytest.raises(DataError, match=r"has num_tokens 80\. There are 50"):
         imported(folder, out="again")

@@ -239,3 +239,35 @@ def test_a_tokenizer_is_trained_on_prompts_too(tmp_path, tokenizer):
         assert len(Dataset.open(plain.path).tokenizer.encode("QUESTION")) == len("QUESTION"), (
             "text that is not packed is not learned"
         )
+
+
+def write_column(path, name):
+    if path.suffix == ".jsonl":
+        path.write_text(json.dumps({name: "some text of a row"}) + "\n")
+    elif path.suffix == ".csv":
+        path.write_text(f"{name}\nsome text of a row\n")
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pq = pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pyarrow.table({name: ["some text of a row"]}), path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("split", [None, "hash 0.5"], ids=["counted", "packed"])
+def test_no_field_is_advised_that_another_file_lacks(tmp_path, suffix, split):
+    if suffix == ".csv":
+        pytest.importorskip("pyarrow")
+    first, second = (tmp_path / f"{name}{suffix}" for name in "ab")
+    write_column(first, "text")
+    write_column(second, "body")
+    for field, bad, other, lacks in (
+        (None, second, first, "body"),
+        ("body", first, second, "text"),
+    ):
+        with pytest.raises(DataError, match=f"{bad}.* has no field '{field or 'text'}'") as caught:
+            prepared(first, second, out=tmp_path / "out", text_field=field, split=split, workers=1)
+        assert f"{other} has no '{lacks}'" in caught.value.fix
+        assert "--text-field" not in caught.value.fix
+    write_column(first, "body")
+    with pytest.raises(DataError, match="Did you mean --text-field body"):
+        prepared(first, second, out=tmp_path / "out", split=split, workers=1)

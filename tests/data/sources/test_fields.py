@@ -173,3 +173,9 @@ def test_conversations_that_are_read_as_text_are_recognised():
     assert bad.reason == "no field 'text'"
     assert "--chat auto" in bad.fix
     assert "--chat" not in read({"messages": "a text"}).fix
+
+
+def test_conversations_are_in_the_default_field_if_the_user_names_it():
+    row = {"text": TURNS, "messages": TURNS[:1]}
+    found = rendered(row, Fields("text", chat=CHAT, is_stated=True))
+    assert found.text == "User:\nHi\n\nAssistant:\nHello</s>"

@@ -109,9 +109,11 @@ def test_another_file_of_a_repository_may_be_missing(hub, tmp_path, content):
 
 
 def test_a_file_that_must_be_known_is_not_missing_because_the_hub_is(hub, tmp_path):
-    options = {"cache": tmp_path, "must_know": True}
+    options = {"cache": tmp_path, "otherwise": "do without"}
     nowhere = {**options, "endpoint": "http://127.0.0.1:9"}
-    with pytest.raises(DataError, match=r"not known whether org/small has a chat_template\.jinja"):
+    with pytest.raises(
+        DataError, match=r"not known whether org/small has a chat_template\.jinja.*Or do without\."
+    ):
         repository_file("org/small", "chat_template.jinja", **nowhere)
     there = {**options, "endpoint": hub.address}
     assert repository_file("org/small", "chat_template.jinja", **there) is None
@@ -165,6 +167,22 @@ def test_the_end_of_text_of_a_repository_is_the_one_that_its_files_state(hub, us
     assert make_tokenizer("org/small", lambda limit: TEXTS).eot_id == 269
     assert any(path.endswith("/generation_config.json") for path in hub.asked)
     assert not any(path.endswith("/config.json") for path in hub.asked), "it is not needed"
+
+
+def test_the_end_of_text_is_not_replaced_because_the_hub_cannot_be_reached(
+    hub, uses_hub, tmp_path, monkeypatch
+):
+    tokenizer_file("org/small", cache=tmp_path, endpoint=hub.address)
+    nowhere = partial(repository_file, cache=tmp_path, endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr(tokenizer_module, "repository_file", nowhere)
+    with pytest.raises(DataError, match=r"has a tokenizer_config\.json: .*--end-of-text"):
+        make_tokenizer("org/small", lambda limit: TEXTS)
+    known = make_tokenizer("org/small", lambda limit: TEXTS, end_of_text="<|endoftext|>")
+    there = partial(repository_file, cache=tmp_path, endpoint=hub.address)
+    monkeypatch.setattr(tokenizer_module, "repository_file", there)
+    assert make_tokenizer("org/small", lambda limit: TEXTS).eot_id == known.eot_id
+    monkeypatch.setattr(tokenizer_module, "repository_file", nowhere)
+    assert make_tokenizer("org/small", lambda limit: TEXTS).eot_id == known.eot_id, "it is cached"
 
 
 def test_a_chat_template_is_not_replaced_because_the_hub_cannot_be_reached(

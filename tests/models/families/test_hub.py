@@ -146,6 +146,8 @@ def test_a_download_that_fails_is_named(hub, tmp_path, monkeypatch):
 def test_pickles_are_downloaded_only_without_safetensors():
     both = ["config.json", "model.safetensors", "pytorch_model.bin", "own.py", "onnx/model.onnx"]
     assert wanted_files(both) == ["config.json", "model.safetensors"]
+    states_the_end = "special_tokens_map.json"
+    assert wanted_files([*both, states_the_end])[0] == states_the_end
     parts = ["model-1.safetensors", "model.safetensors.index.json"]
     assert wanted_files([*both, *parts]) == ["config.json", "model.safetensors"]
     assert wanted_files(["config.json", "pytorch_model.bin", *parts]) == [

@@ -31,6 +31,7 @@ from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.data.prepare.request.request import Request, difference
 from flatout.data.sources import BadRow, Document, LeftOut, ReadTask
+from flatout.data.sources.files import advised
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import Announce, Tokenizer, make_tokenizer
 from flatout.errors import DataError, OutputInUse, TooLittleText
@@ -199,7 +200,7 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
     kind, fraction = parse_rule(corpus.split) if corpus.split is not None else ("", 0.0)
     found = _Survey()
     if limited or (corpus.validation is None and kind != "hash"):
-        found = _survey(tasks, options, None if kind or limited else MANY_DOCUMENTS, progress)
+        found = _survey(corpus, options, None if kind or limited else MANY_DOCUMENTS, progress)
     count = len(found.lengths)
     if not kind:
         kind, fraction = "tail", 0.1
@@ -295,18 +296,16 @@ def _tail(fraction: float, found: _Survey, options: Options, names: str) -> ByPo
     return ByPosition(min(max(cut.document, 1), count - 1), 0)
 
 
-def _survey(
-    tasks: Sequence[ReadTask], options: Options, enough: int | None, progress: Progress
-) -> _Survey:
+def _survey(corpus: Corpus, options: Options, enough: int | None, progress: Progress) -> _Survey:
     """Read the documents without tokenising, up to the limits, or until there are `enough`."""
     found = _Survey()
     room = options.max_bytes
     with progress.task("Counting documents", unit="documents") as counter:
-        for task in tasks:
+        for task in corpus.read_tasks:
             found.taken.append(0)
             for row in task.rows():
                 if isinstance(row, BadRow) and options.on_bad_row == "raise":
-                    raise row.error
+                    raise advised(row.error, corpus.files)
                 if isinstance(row, BadRow | LeftOut):
                     continue
                 counter.advance()

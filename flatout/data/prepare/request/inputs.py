@@ -79,7 +79,7 @@ class Card(Section):
     def given(self, given: Parameters) -> Parameters:
         """Return what a source is given, with this card's text field unless another is stated."""
         fields = given["fields"]
-        if fields.text == TEXT_FIELD.text:
+        if not fields.is_stated:
             fields = replace(fields, text=self.text_field)
         return given | {"fields": fields}
 
@@ -164,7 +164,8 @@ def open_corpus(
     cache = cache or default_cache()
     cards = [name for name in names if name in DATASETS.names()]
     _check_names(names, options.val, cards, from_file)
-    fields = Fields(options.text_field or TEXT_FIELD.text, options.mask_field, chat)
+    stated = options.text_field
+    fields = Fields(stated or TEXT_FIELD.text, options.mask_field, chat, is_stated=bool(stated))
     given: Parameters = {"fields": fields, "include": options.include}
     all_names = [*names, *options.val]
     opened = [

@@ -47,6 +47,7 @@ from flatout.storage.recognised import kind_of
 CHOOSE_ANOTHER = "Choose a different --out, or remove what is there."
 _TEXTS = {"fingerprint": ("names", "text"), "val_fingerprint": ("val", "validation text")}
 """The digests of texts in a description, with the key of their names, and what they are."""
+NAME_TEMPLATE = "name a chat template: --chat chatml, --chat plain or --chat FILE"
 CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
@@ -133,7 +134,7 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
         template = template_beside(config, jinja, defaults)
         if template is None and options.chat == "auto":
             for name in (CONFIG_FILE, TEMPLATE_FILE):
-                repository_file(spec, name, must_know=True)
+                repository_file(spec, name, otherwise=NAME_TEMPLATE)
     if options.chat != "auto":
         variables = template.variables if template else defaults
         template = named_template(options.chat, variables)

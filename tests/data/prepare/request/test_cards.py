@@ -145,3 +145,8 @@ def test_a_card_takes_precedence_over_a_directory_of_its_name(cards, said, tmp_p
     assert texts(open_corpus(["play"], cache=tmp_path / "cache", progress=said)) == [TEXT]
     assert "./play" in said.lines[0]
     assert texts(open_corpus(["./play"])) == ["mine"]
+
+
+def test_a_text_field_that_equals_the_default_is_stated_too(web, opened):
+    open_corpus(["web"], text_field="text")
+    assert opened == [("train/*", "text", None)]

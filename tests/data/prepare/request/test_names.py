@@ -93,6 +93,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
 def test_an_option_without_effect_on_a_source_is_rejected():
     with pytest.raises(DataError, match=r"--include '\*\.py' matches no file"):
         open_corpus(["python-stdlib"], include=["*.py"])
-    for option in ("text_field", "mask_field"):
+    for option in ({"text_field": "body"}, {"text_field": "text"}, {"mask_field": "body"}):
         with pytest.raises(DataError, match=r"python-stdlib has no rows: .*Fix: Remove them"):
-            open_corpus(["python-stdlib"], **{option: "body"})
+            open_corpus(["python-stdlib"], **option)
