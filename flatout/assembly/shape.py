@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from flatout.config.registry import MODELS
 from flatout.config.schema import RunConfig
@@ -54,11 +55,28 @@ def with_shape(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
             fix="Remove model.vocab_size, or prepare the data with the model's own tokenizer.",
         )
     _, model_config = model_of(config, vocab_size=vocab_size)
+    for error in without_effect(config):
+        raise error
     config = config.with_values(
         {f"model.{key}": value for key, value in model_config.model_dump(mode="json").items()}
     )
     _check_divides(config)
     return config
+
+
+def without_effect(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield an error for each key of a valid model that has no effect beside the others."""
+    kind = MODELS.get(config.model.kind).Config
+    shape = kind.model_validate({"vocab_size": 1} | config.model.own())
+    for key, values in kind.used_with.items():
+        value, needs = getattr(shape, key), [one.split("=") for one in values.split()]
+        is_used = any(str(getattr(shape, name)).lower() == wanted for name, wanted in needs)
+        if not is_used and value != kind.model_fields[key].default:
+            others = " or ".join(f"model.{one}" for one in values.split())
+            yield ConfigError(
+                f"model.{key}={value} has no effect without {others}.",
+                fix="Remove it, or set the other key.",
+            )
 
 
 def _check_divides(config: RunConfig) -> None:

@@ -90,7 +90,7 @@ def load_run(
             f"precision={precision!r} must be 'fp32' or 'trained'.", fix="Use one of the two."
         )
     folder = find_run(run)
-    config = trusted_config(folder, trust_code=trust_code)
+    config = trusted_config(folder, trust_code=trust_code, progress=progress)
     if config is None or (config.data.path is None and config.data.mix is None):
         raise CheckpointError(
             f"{folder}/config.yaml names no dataset.",
@@ -102,8 +102,9 @@ def load_run(
         parts = assemble(_usable_speedups(config, precision))
         model = new_model(config, parts.ops())
         allocate(model, "cpu", draws=False)
-        require_fit(MergedWeights(path), model, folder)
-        model.load_state_dict(read_merged(path))
+        weights = MergedWeights(path)
+        require_fit(weights, model, folder)
+        model.load_state_dict(read_merged(path, weights))
         model.to(device).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path))
     return LoadedRun(model, tokenizer, config, parts, folder, path, progress)

@@ -9,6 +9,7 @@ Letters: B rows, T tokens, D width, V vocabulary, L layers, K eigenstates, E = 2
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, final
 
@@ -65,6 +66,7 @@ class EigenstateConfig(LanguageModelConfig):
             "Remove it, or set model.positions=learned.",
         ),
     )
+    used_with: ClassVar[Mapping[str, str]] = {"memory": "initialisation=long-memory"}
 
     num_layers: int = Field(8, ge=1)
     """Blocks, each with one recurrence and one MLP (L)."""
@@ -137,7 +139,8 @@ class Eigenstate(EmbeddingModel):
 
         Raises: ConfigError when it has fewer positions.
         """
-        unset: JsonObject = {} if config.memory else {"memory": max(seq_len, 2)}
+        has_memory = config.memory or config.initialisation == "published"
+        unset: JsonObject = {} if has_memory else {"memory": max(seq_len, 2)}
         if config.positions == "learned" and config.max_seq_len is None:
             unset["max_seq_len"] = seq_len
         layers.check_positions(config.max_seq_len, seq_len)

@@ -87,6 +87,8 @@ class Flops:
 class LanguageModelConfig(Section):
     """Configuration keys of every model."""
 
+    used_with: ClassVar[Mapping[str, str]] = {}
+    """Keys that have an effect only with one of these values of others."""
     vocab_size: int = Field(ge=1)
     """Rows of the embedding (V)."""
     logit_softcap: float | None = Field(None, gt=0)

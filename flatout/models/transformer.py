@@ -7,7 +7,7 @@ Letters: B rows, T tokens, D width, V vocabulary, L layers, H query heads, G key
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, final
 
@@ -85,11 +85,6 @@ class TransformerConfig(LanguageModelConfig):
             "Set them to 1 and 4, as in Llama 3.",
         ),
         (
-            lambda shape: shape.rotary_factor != 1 and shape.rotary_scaling == "none",
-            "model.rotary_factor={0.rotary_factor:g} has no effect without model.rotary_scaling.",
-            "Set model.rotary_scaling=linear or llama3, or remove it.",
-        ),
-        (
             lambda shape: (
                 shape.rotary_scaling != "none" and "rotary_factor" not in shape.model_fields_set
             ),
@@ -97,6 +92,17 @@ class TransformerConfig(LanguageModelConfig):
             "Set model.rotary_factor=4 for sequences four times as long, or remove it.",
         ),
     )
+    used_with: ClassVar[Mapping[str, str]] = {
+        "rms_norm_eps": "norm=rmsnorm qk_norm=true",
+        "layer_norm_eps": "norm=layernorm",
+        "rotary_base": "positions=rotary",
+        "rotary_dims": "positions=rotary",
+        "rotary_scaling": "positions=rotary",
+        "rotary_factor": "rotary_scaling=linear rotary_scaling=llama3",
+        "rotary_low_factor": "rotary_scaling=llama3",
+        "rotary_high_factor": "rotary_scaling=llama3",
+        "rotary_original_len": "rotary_scaling=llama3",
+    }
 
     num_layers: int = Field(6, ge=1)
     """Blocks, each with one attention and one MLP (L)."""

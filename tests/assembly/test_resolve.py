@@ -9,6 +9,8 @@ from flatout.assembly import resolve as module
 from flatout.assembly.batch import for_world_size, sizes_of
 from flatout.assembly.memory import memory_bytes
 from flatout.assembly.resolve import epoch_tokens, resolve
+from flatout.assembly.shape import with_shape
+from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware.machine import Gpu, Machine
@@ -194,3 +196,39 @@ def test_a_model_larger_than_memory_is_rejected_before_it_is_built(build_run, ti
     with pytest.raises(HardwareError, match=words) as refused:
         build_run(tiny_config(model__vocab_size=10**13))
     assert "model.vocab_size" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 .* model.norm=rmsnorm or model.qk_norm=true"),
+        ({"rms_norm_eps": 1e-6, "qk_norm": True}, None),
+        ({"rms_norm_eps": 1e-6, "norm": "rmsnorm"}, None),
+        ({"layer_norm_eps": 1e-6, "norm": "rmsnorm"}, "layer_norm_eps=1e-06 .* model.norm=layer"),
+        ({"layer_norm_eps": 1e-5, "norm": "rmsnorm"}, None),
+        ({"layer_norm_eps": 1e-6}, None),
+        ({"rotary_factor": 4.0}, "rotary_factor=4.0 .* model.rotary_scaling=linear or"),
+        ({"rotary_base": 5e5, "positions": "learned"}, "rotary_base=.* model.positions=rotary"),
+        ({"kind": "eigenstate", "memory": 64, "initialisation": "published"}, "memory=64 .*=long"),
+        ({"kind": "eigenstate", "memory": 64}, None),
+    ],
+    ids=str,
+)
+def test_a_key_of_the_model_without_effect_is_an_error(changes, said):
+    shape = {"vocab_size": 300, "num_layers": 1, "d_model": 32, "num_heads": 2} | changes
+    config = load_config().with_values({f"model.{key}": value for key, value in shape.items()})
+    if said is None:
+        found = with_shape(config, None)
+        assert with_shape(found, None).to_dict() == found.to_dict(), "it is valid once resolved"
+    else:
+        with pytest.raises(ConfigError, match=rf"model\.{said}.* Fix: Remove it"):
+            with_shape(config, None)
+
+
+def test_a_published_network_has_no_memory_to_draw():
+    config = load_config().with_values(
+        {"model.kind": "eigenstate", "model.initialisation": "published", "model.vocab_size": 9}
+    )
+    found = with_shape(config, None)
+    assert found.model.own()["memory"] is None
+    assert with_shape(found, None).to_dict() == found.to_dict()

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.hardware.machine import probe
 from flatout.inference import load
 from flatout.ops import Ops
+from flatout.progress import SILENT
 from flatout.storage import whole
 from flatout.training import run as training
 from flatout.training.run import run_training
+from flatout.training.run_dir import layout
 
 
 def test_each_checkpoint_loads_its_own_weights(fox_run):
@@ -71,6 +74,20 @@ def test_a_config_that_does_not_fit_the_weights_is_rejected(fox_run, tmp_path):
 def copied_run(fox_run, tmp_path):
     shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "fox")
     return tmp_path / "fox"
+
+
+def test_a_key_without_effect_is_said_and_changes_nothing(copied_run):
+    """An earlier version accepted it."""
+    before, lines = load.load_run(copied_run, device="cpu").model, []
+    stored, first = layout.read_config(copied_run), layout.read_requested(copied_run)
+    old = {"model.rotary_factor": 4.0}
+    layout.write_config(copied_run, stored.with_values(old), requested=first.with_values(old))
+    progress = SimpleNamespace(say=lines.append, task=SILENT.task)
+    after = load.load_run(copied_run, device="cpu", progress=progress).model
+    assert [line for line in lines if "model.rotary_factor=4.0 has no effect" in line] == lines
+    assert len(lines) == 1
+    tokens_BT = torch.arange(8)[None]
+    assert torch.equal(before.logits(tokens_BT), after.logits(tokens_BT))
 
 
 def edit(path, old, new):

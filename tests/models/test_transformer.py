@@ -233,7 +233,6 @@ def test_more_tokens_than_positions_are_rejected_with_a_fix():
         ({"rotary_dims": 10}, r"model\.rotary_dims=4"),
         ({"rotary_low_factor": 4.0}, r"1 and 4"),
         ({"full_attention_every": 2}, r"model\.window"),
-        ({"rotary_factor": 4.0}, r"model\.rotary_scaling=linear"),
         ({"rotary_scaling": "linear"}, r"model\.rotary_factor=4"),
     ],
 )

@@ -18,6 +18,7 @@ from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
 from flatout.models.lora import adapters_of, with_adapters
+from flatout.storage import whole
 from flatout.storage.files import folder_bytes
 from flatout.training import init_from
 from flatout.training.checkpoint import catalog, contents
@@ -86,6 +87,16 @@ def test_training_starts_at_the_base_and_changes_adapters_alone(
     matrices = ("qkv.weight", "output.weight", "up.weight", "down.weight")
     assert changed == {name for name in merged if name.endswith(matrices)}
     assert losses(tmp_path / "run", "val/loss")[-1] < evaluate(source).val_loss
+
+
+def test_a_base_is_hashed_once_when_its_run_is_loaded(lora_config, tmp_path, monkeypatch):
+    run_training(lora_config(), tmp_path / "run")
+    hashed, sha256 = [], whole.sha256
+    monkeypatch.setattr(whole, "sha256", lambda path: hashed.append(path) or sha256(path))
+    load_run(tmp_path / "run", device="cpu")
+    of_base = [path for path in hashed if path.is_relative_to(tmp_path / "run" / "base")]
+    assert any(path.suffix == ".safetensors" for path in of_base)
+    assert len(of_base) == len({*of_base})
 
 
 def test_a_resumed_run_is_the_same(lora_config, tmp_path, stop_at):

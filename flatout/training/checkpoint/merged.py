@@ -128,13 +128,15 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix(WEIGHTS): tuple(tensor.shape) for name, tensor in weights}
 
 
-def read_merged(checkpoint: Path) -> dict[str, Tensor]:
+def read_merged(checkpoint: Path, weights: MergedWeights | None = None) -> dict[str, Tensor]:
     """Return every weight, unsharded, by its name in the model's state_dict.
+
+    `weights` are those of the checkpoint, if they are open: opening verifies the files of a base.
 
     Shapes: as in the model.
     Raises: CheckpointError as `MergedWeights`.
     """
-    weights = MergedWeights(checkpoint)
+    weights = weights or MergedWeights(checkpoint)
     found = {name: weights.read(name) for name in weights.shapes}
     return found | {alias: found[name] for alias, name in weights.aliases.items()}
 

@@ -34,6 +34,7 @@ from flatout.data.conversation.templates import CHAT_TEMPLATE, CONFIG_FILE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.display import amount
 from flatout.errors import ConfigError, HardwareError
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import folder_bytes, write_text
 from flatout.storage.json_io import RESTORE, Json, JsonObject, append_line
 from flatout.storage.recognised import read_regular
@@ -87,7 +88,9 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
         trust.remember(folder, requested.references())
 
 
-def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
+def trusted_config(
+    folder: Path, *, trust_code: bool = False, progress: Progress = SILENT
+) -> RunConfig | None:
     """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
     None when the directory contains no run. flatout/config/trust.py decides what is trusted.
@@ -96,18 +99,27 @@ def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | Non
     config = read_config(folder)
     if config is not None:
         trust.require_trusted(folder, config.references(), trust_code=trust_code)
-        require_model(folder, config)
+        require_model(folder, config, progress)
     return config
 
 
-def require_model(folder: Path, config: RunConfig) -> None:
-    """Check the keys of the model of a run's trusted configuration. Raises: ConfigError."""
-    from flatout.models.language_model import model_of  # imports torch
+def require_model(folder: Path, config: RunConfig, progress: Progress = SILENT) -> None:
+    """Check the keys of the model of a run's trusted configuration.
+
+    A new run may not state keys without effect. A run that did is the same model without them.
+    Raises: ConfigError.
+    """
+    from flatout.assembly.shape import without_effect  # imports torch
+    from flatout.models.language_model import model_of
 
     try:
         model_of(config, vocab_size=config.model.vocab_size or 1)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error.what}", fix=error.fix) from error
+    stated = (read_requested(folder) or config).stated()
+    for idle in without_effect(config):
+        if idle.what.partition("=")[0] in stated:
+            progress.say(f"{folder / CONFIG}: {idle.what}")
 
 
 def read_config(folder: Path) -> RunConfig | None:

@@ -19,6 +19,7 @@ from flatout.config.schema import (
     read_recipe,
 )
 from flatout.errors import ConfigError, in_shell
+from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.data_location import moved_data
 from flatout.training.run_dir.layout import CONFIG, read_config, read_requested, require_model
@@ -94,7 +95,7 @@ def keys_that_may_change() -> str:
 
 
 def config_to_resume(
-    folder: Path, requested: RunConfig, *, trust_code: bool = False
+    folder: Path, requested: RunConfig, *, trust_code: bool = False, progress: Progress = SILENT
 ) -> RunConfig | None:
     """Return a run's stored configuration with the free keys and data paths of `requested`.
 
@@ -122,7 +123,7 @@ def config_to_resume(
     trust.require_trusted(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
-    require_model(folder, stored)
+    require_model(folder, stored, progress)
     return continued(
         stored,
         first,

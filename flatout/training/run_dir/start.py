@@ -71,7 +71,7 @@ def find_start(
             f"{folder} has checkpoints of its own, and {resume} is not among them.",
             fix="A new run starts from it: choose a different directory with --run-dir DIR.",
         )
-    stored = config_to_resume(folder, requested, trust_code=trust_code)
+    stored = config_to_resume(folder, requested, trust_code=trust_code, progress=progress)
     for note in log.notes:
         progress.say(note)
     rejected = log.rejected.intersection(catalog.steps(folder))

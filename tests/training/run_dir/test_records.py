@@ -9,6 +9,7 @@ from flatout.errors import ConfigError
 from flatout.storage.json_io import LineReader
 from flatout.training import finish
 from flatout.training.metrics.log import Log
+from flatout.training.run_dir import layout
 from flatout.training.run_dir.runlog import RunLog
 
 pytestmark = pytest.mark.slow
@@ -104,3 +105,21 @@ def test_a_resume_names_the_file_whose_model_has_an_unknown_key(config, tmp_path
     with pytest.raises(ConfigError) as refused:
         train(config.with_values({"checkpoint.every_steps": 2}), run=run)
     assert refused.value.what == f"{stored}: There is no config key 'model.num_layerz'."
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_run_with_a_key_without_effect_resumes_as_it_was_trained(
+    config, tmp_path, killed_in, messages, is_stated
+):
+    """An earlier version accepted the key and ignored it."""
+    run, asked = tmp_path / "run", config.with_values({"checkpoint.every_steps": 2})
+    with killed_in(finish, "save_last"):
+        train(asked, run=run)
+    old = {"model.rotary_factor": 4.0}
+    first = layout.read_requested(run).with_values(old if is_stated else {})
+    layout.write_config(run, layout.read_config(run).with_values(old), requested=first)
+    train(asked, run=run, progress=messages)
+    assert RunLog(run).summary["steps"] == 4
+    said = [line for line in messages.lines if "rotary_factor" in line]
+    stated = "model.rotary_factor=4.0 has no effect without model.rotary_scaling=linear or"
+    assert [stated in line for line in said] == [True] * is_stated
