@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -357,6 +357,20 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
         )
     name = torch.cuda.get_device_name(index)
     return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"requested: {name}")
+
+
+def as_torch_sees(machine: Machine, device: str) -> Machine:
+    """Return a machine with the GPUs that torch uses here, in its order, if `device` is one.
+
+    CUDA_VISIBLE_DEVICES hides and orders GPUs, and the driver lists all of them in its own order.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if device.startswith("cuda") else 0
+    seen = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
+    known = {gpu.uuid: gpu for gpu in machine.gpus}
+    gpus = tuple(known[uuid] for uuid in seen if uuid in known)
+    return replace(machine, gpus=gpus) if len(gpus) == count > 0 else machine
 
 
 def check_device_name(wanted: str) -> None:

@@ -22,7 +22,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import RunFailed, UsageError
-from flatout.hardware.machine import Machine, pick_device, probe
+from flatout.hardware.machine import Machine, as_torch_sees, pick_device, probe
 from flatout.progress import SILENT, Progress
 
 Answer = TypeVar("Answer")
@@ -50,8 +50,8 @@ class Resolved:
         return self.config.with_values({"speedups": on or "none", "train.precision": "auto"})
 
 
-Chosen = tuple[RunConfig, list[Decision], dict[str, list[str] | str]]
-"""A resolved configuration, every speedup, on or off, and `Resolved.additions`."""
+Chosen = tuple[RunConfig, list[Decision], dict[str, list[str] | str], Machine]
+"""A resolved configuration, every speedup, on or off, `Resolved.additions`, and this machine."""
 
 
 def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
@@ -64,7 +64,7 @@ def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
     machine = probe()
     device, _ = pick_device(requested.train.device, machine)
     on_device = requested.with_values({"train.device": device})
-    return resolve_on(machine, on_device, open_dataset(requested), cache)
+    return resolve_on(as_torch_sees(machine, device), on_device, open_dataset(requested), cache)
 
 
 def resolve_on(
@@ -84,7 +84,7 @@ def choose(requested: RunConfig, cache: Path | None = None) -> Chosen:
     is_open = parse_request(requested.speedups).auto
     off = [decision.name for decision in resolved.decisions if is_open and not decision.on]
     additions = {name: adding_one(name, requested, resolved, cache) for name in off}
-    return resolved.config, resolved.decisions, additions
+    return resolved.config, resolved.decisions, additions, resolved.machine
 
 
 def adding_one(
@@ -134,9 +134,8 @@ def resolve_apart(
     On a CPU, other processes that use its cores are reported.
     Raises: UsageError when it cannot run here; RunFailed when the other process died.
     """
-    machine = probe()
     with progress.task("Resolving the configuration"):
-        config, decisions, additions = apart(requested, choose, requested, cache)
+        config, decisions, additions, machine = apart(requested, choose, requested, cache)
         dataset = open_dataset(requested)
     if config.train.device == "cpu":
         spin_less_beside_others(progress)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from flatout.assembly.batch import sequences_of
 from flatout.assembly.choices import assemble, parse_request, speedup_named, speedups_for
+from flatout.assembly.resolve import tokens_per_step
 from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
+from flatout.data.store.mix import AnyDataset
 from flatout.display import terminal_text
 from flatout.errors import ConfigError, HardwareError, in_shell
 from flatout.measure.bench import race_of, remember
@@ -85,7 +87,7 @@ def run_tune(
         )
     total_s = math.inf if minutes is None else 60 * minutes
     race = race_of(requested, SECONDS, total_s=total_s, longest_s=total_s / 2, began_s=start_s,
-                   ratio=over_the_run(resolved.config),
+                   ratio=over_the_run(resolved.config, resolved.dataset),
                    name=lambda setting: setting.beyond(start) or "auto")  # fmt: skip
 
     def why_not(after: Setting) -> str | None:
@@ -191,9 +193,11 @@ def moves_of(
     return moves, left
 
 
-def over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
+def over_the_run(
+    config: RunConfig, dataset: AnyDataset | None
+) -> Callable[[Result, Result], float]:
     """Return how many times faster a run ends, its compilation included, as a function."""
-    tokens = (config.train.steps or 1) * (config.batch.tokens_per_step or 1)
+    tokens = (config.train.steps or 1) * tokens_per_step(config, dataset)
 
     def ratio(one: Result, other: Result) -> float:
         if not (one.compile_s or other.compile_s):

@@ -33,7 +33,7 @@ from flatout.distributed.rendezvous import (
 )
 from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import ConfigError, FlatoutError, SmallerBatch, Stopped, signal_of
-from flatout.hardware.machine import CpuTimes, Machine, pick_device, probe
+from flatout.hardware.machine import CpuTimes, Machine, as_torch_sees, pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import writing_run
 from flatout.storage.json_io import JsonObject
@@ -104,6 +104,7 @@ def run_training(
     check_settings(config)
     machine = probe()
     device, device_reason = pick_device(config.train.device, machine)
+    machine = as_torch_sees(machine, device)
     require_devices(config.train, machine)
     if device == "mps":
         require_mps_model(config, progress)

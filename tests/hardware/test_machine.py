@@ -289,6 +289,22 @@ def test_with_a_gpu_auto_is_cuda(monkeypatch):
         hardware.pick_device("cuda:2", WITH_GPU)
 
 
+def test_torch_numbers_the_gpus_of_a_machine(monkeypatch):
+    """CUDA_VISIBLE_DEVICES=2,0 hides one and swaps the others, and the driver does not."""
+    names = [f"GPU-{number}" for number in range(3)]
+    gpus = tuple(Gpu(name, 80.0, (9, 0), "580.1", name) for name in names)
+    machine, seen = dataclasses.replace(WITH_GPU, gpus=gpus), ["2", "0"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda at: types.SimpleNamespace(uuid=seen[at])
+    )
+    found = hardware.as_torch_sees(machine, "cuda:1")
+    assert [gpu.name for gpu in found.gpus] == ["GPU-2", "GPU-0"]
+    assert hardware.as_torch_sees(machine, "cpu") == machine
+    seen[1] = "a part of one"
+    assert hardware.as_torch_sees(machine, "cuda") == machine
+
+
 def test_mps_is_used_only_on_request_and_named_as_untried(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(HardwareError, match=r"train\.device=mps cannot be used.*a Mac"):

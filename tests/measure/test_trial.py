@@ -11,7 +11,9 @@ import psutil
 import pytest
 import torch
 
+from flatout.assembly.resolve import tokens_per_step
 from flatout.config.schema import load_config
+from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.measure import resolving, trial
 from flatout.measure.attach import timing
@@ -260,10 +262,21 @@ def test_trials_are_compared_by_their_tokens():
     packed = Result(step_s=[2.0] * 10, tokens=[100] * 10, warmup_steps=1)
     padded = Result(step_s=[1.0] * 10, tokens=[10, *[20, 30] * 4, 25], warmup_steps=1)
     assert padded.times_as_fast(packed) == pytest.approx(0.5)
-    over = over_the_run(load_config(None, ["train.steps=10", "batch.tokens_per_step=256"]))
+    over = over_the_run(load_config(None, ["train.steps=10", "batch.tokens_per_step=256"]), None)
     assert over(padded, packed) == pytest.approx(0.5)
     compiled = packed.model_copy(update={"compile_s": 51.2})
     assert over(packed, compiled) == pytest.approx(2.0)
+
+
+def test_padding_is_no_part_of_a_run(tiny_config, tiny_set):
+    """Compiling takes as long as two of the three steps without padding."""
+    config = tiny_config(train__steps=3, speedups="length-buckets", batch__rows_per_device=4)
+    dataset = Dataset.open(tiny_set)
+    tokens = tokens_per_step(config, dataset)
+    assert tokens < config.batch.tokens_per_step
+    plain = Result(step_s=[1.0] * 4, tokens=[round(tokens)] * 4, warmup_steps=1)
+    compiled = plain.model_copy(update={"compile_s": 2.0})
+    assert over_the_run(config, dataset)(plain, compiled) == pytest.approx(5 / 3, rel=0.02)
 
 
 @pytest.mark.thorough
@@ -275,7 +288,7 @@ def test_the_error_of_a_recipe_is_its_reason(tiny_config):
 
 
 def test_speedups_are_added_only_where_auto_decides(tiny_config):
-    _, decisions, additions = choose(
+    _, decisions, additions, _ = choose(
         tiny_config(train__precision="auto", speedups="auto,-prefetch")
     )
     assert set(additions) == {decision.name for decision in decisions if not decision.on}

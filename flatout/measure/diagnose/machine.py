@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from flatout.hardware.machine import GIB, pick_device, probe
+from flatout.hardware.machine import GIB, as_torch_sees, pick_device, probe
 from flatout.hardware.roofline import copy_rate, measure
 from flatout.measure.evidence import Evidence
 from flatout.measure.host import VARIABLES, gpu_facts, host_facts
@@ -22,6 +22,7 @@ def machine_evidence(*, progress: Progress = SILENT) -> Evidence:
     """
     machine, host = probe(), host_facts(Path())
     device, reason = pick_device("auto", machine)
+    machine = as_torch_sees(machine, device)
     on_gpu, gpu = device != "cpu", gpu_facts(machine, device)
     dtypes = ["fp32", *(["tf32"] if on_gpu else []), "bf16"]
     if on_gpu and torch.cuda.get_device_capability()[0] < 8:
@@ -29,9 +30,9 @@ def machine_evidence(*, progress: Progress = SILENT) -> Evidence:
     with progress.task("Measuring matmuls and copies"):
         rates = [f"{measure(device, dtype)[0]:,.3g} TFLOP/s in {dtype}" for dtype in dtypes]
         copied = f"{copy_rate(device):,.0f} GB/s"
-    free = psutil.virtual_memory().available
+    free, total = psutil.virtual_memory().available, machine.memory_gib * GIB
     if on_gpu:
-        free, _ = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info()
     names = [f"{one.name}, {one.memory_gib:.0f} GiB, driver {one.driver}" for one in machine.gpus]
     stated = ", ".join(f"{name}={value}" for name, value in host["environment"].items())
     lines = {
@@ -53,7 +54,7 @@ def machine_evidence(*, progress: Progress = SILENT) -> Evidence:
         **host,
         **gpu,
         no_gpu_because=reason,
-        total_gib=machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
+        total_gib=total / GIB,
         free_gib=free / GIB,
         machine_lines=tuple(lines.items()),
     )

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flatout.assembly.memory import estimate, memory_bytes, workload_of
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, tokens_per_step
@@ -19,7 +21,7 @@ from flatout.assembly.speedup import Tolerance
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.data.store.mix import members_of
 from flatout.errors import CheckpointError, DataError, FlatoutError, HardwareError, MissingPackage
-from flatout.hardware.machine import GIB, pick_device, probe
+from flatout.hardware.machine import GIB, as_torch_sees, pick_device, probe
 from flatout.measure.attach.lines import failure_of
 from flatout.measure.attach.request import DEFAULT_SECONDS, Request, Timing
 from flatout.measure.diagnose.diagnosis import diagnosis_of
@@ -94,6 +96,7 @@ def prepared(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepa
     known |= host_facts(folder) | {"device": asked.train.device}
     try:
         device, reason = pick_device(asked.train.device, machine)
+        known["machine"] = machine = as_torch_sees(machine, device)
         known |= {"device": device, "no_gpu_because": reason, **gpu_facts(machine, device)}
         stated = asked.with_values({"train.device": device})
         resolved = resolve_on(machine, stated, open_dataset(asked), cache)
@@ -115,7 +118,7 @@ def prepared(asked: RunConfig, folder: Path, cache: Path | None = None) -> Prepa
         "config": config,
         "speedups": tuple(resolved.speedups),
         "disk_needed_gib": DISK_BYTES_PER_PARAMETER * saved / GIB,
-        "total_gib": machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
+        "total_gib": torch.cuda.mem_get_info(device)[1] / GIB if on_gpu else machine.memory_gib,
         "free_gib": available / GIB,
         "estimated_gib": estimate(workload, rows, config.batch.accumulate or 1).total / GIB,
         "rows_that_fit": most_rows(workload, available),

@@ -23,7 +23,7 @@ from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
 from flatout.display import amount
 from flatout.errors import FlatoutError
-from flatout.hardware.machine import GIB, Machine, pick_device, probe
+from flatout.hardware.machine import GIB, Machine, as_torch_sees, pick_device, probe
 from flatout.hardware.roofline import Peak
 from flatout.measure.plan.prediction import (
     MemoryPrediction,
@@ -347,6 +347,7 @@ def target_machine(config: RunConfig, machine: str | None) -> tuple[Machine, str
     device = config.train.device
     if device == "auto":
         device, _ = pick_device(device, here)
+    here = as_torch_sees(here, device)
     devices = config.train.devices or 1
     if devices == "all":
         devices = len(here.gpus) if device.startswith("cuda") else 1
