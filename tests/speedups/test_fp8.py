@@ -86,6 +86,7 @@ def test_a_bad_step_leaves_no_trace(narrow, build_run, tiny_config, tmp_path):
     assert all(map(torch.equal, run.core.parameters(), twin.core.parameters()))
 
 
+GATED = {"model.d_model": 1024, "model.d_ff": 2560, "model.activation": "swiglu"}
 SMALL = "The largest matmul of a block has 2.4 million weights. fp8 pays off from 4.2"
 
 
@@ -99,7 +100,15 @@ SMALL = "The largest matmul of a block has 2.4 million weights. fp8 pays off fro
             {"train.device": "cpu"},
             "8.9 or higher, but this run uses a CPU. Use bf16",
         ),
-        ("fp8", (9, 0), {"model.d_model": 768}, f"{SMALL} (model.d_model=1024)."),
+        (
+            "fp8",
+            (9, 0),
+            {"model.d_model": 768},
+            f"{SMALL} (model.d_model=1024, with the default model.d_ff).",
+        ),
+        ("fp8", (9, 0), {"model.d_model": 1024, "model.d_ff": 1024}, "has 3.1 million weights"),
+        ("fp8", (9, 0), GATED, None),
+        ("fp8", (9, 0), GATED | {"model.activation": "relu2"}, "has 3.1 million weights"),
         ("fp8", (8, 9), {"model.d_model": 1024}, None),
         ("fp8", (9, 0), {"model.d_model": 768, "model.d_ff": 8_192}, None),
         ("fp8", (9, 0), {}, None),

@@ -21,7 +21,8 @@ matmuls have up to 2.4 million weights, lost 6% on an H200. One of width 1,536, 
 gained 6%.
 """
 LARGEST_IN_WIDTHS = 4
-"""The largest matmul of a block is that of the MLP, d_model x 4 d_model unless d_ff is set."""
+"""The largest matmul of a block is that of the MLP, d_model x 4 d_model unless d_ff is set. Of a
+small one it may be that of queries, keys and values."""
 
 
 def apply(parts: Parts) -> None:
@@ -34,12 +35,18 @@ def _too_small(_machine: Machine, config: RunConfig) -> str | None:
     width = own.get("d_model")
     if width is None:
         return None
-    largest = width * max(own.get("d_ff") or 0, LARGEST_IN_WIDTHS * width)
+    largest = width * LARGEST_IN_WIDTHS * width
+    if inner := own.get("d_ff"):
+        heads = own.get("num_heads") or 1
+        stacked = heads + 2 * (own.get("num_kv_heads") or heads)
+        stacked *= own.get("head_dim") or width // heads
+        largest = width * max(inner * (1 + ("glu" in str(own.get("activation")))), stacked)
     if largest >= FEWEST_WEIGHTS:
         return None
     return (
         f"The largest matmul of a block has {largest / 1e6:.1f} million weights. "
-        f"fp8 pays off from {FEWEST_WEIGHTS / 1e6:.1f} (model.d_model=1024)."
+        f"fp8 pays off from {FEWEST_WEIGHTS / 1e6:.1f} (model.d_model=1024, with the default "
+        "model.d_ff)."
     )
 
 
