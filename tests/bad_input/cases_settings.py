@@ -139,7 +139,7 @@ an empty run directory
     --resume no -> 'never' | auto, never, or the path
 zero minutes
     demo --minutes 0
-    '--minutes' | x>=0.001 -> the default, 2
+    '--minutes' | x>=0.001 -> Remove --minutes | default: 2
 a seed that is too large
     train my.yaml train.seed=99999999999999999999
     train.seed=99999999999999999999 | less than -> 0

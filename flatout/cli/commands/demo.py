@@ -28,6 +28,7 @@ from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import RUNS
 from flatout.training.run_dir.runlog import RunLog
 
+MINUTES = 2.0
 LARGE_TEXT = 1_500_000
 """Bytes from which a text gets a trained vocabulary. A shorter one is tokenised by character."""
 MAX_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
@@ -66,7 +67,9 @@ def demo(
     file: Annotated[
         Path | str | None, Argument("A text file (default: Python's own standard library).")
     ] = None,
-    minutes: Annotated[float, Option("Approximate training time.", min=0.001)] = 2.0,
+    minutes: Annotated[
+        float | None, Option("Approximate training time (default: 2).", min=0.001)
+    ] = None,
     *,
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,
@@ -100,7 +103,7 @@ def demo(
     if recipe == "demo" and device.startswith("cuda"):
         recipe = "demo-gpu"
     run, dataset = RUNS / name, Path("data") / data
-    config = trusted_config(run)
+    config, how_long = trusted_config(run), f" for {minutes:g} minutes" if minutes else ""
     if config is None:
         limit = MAX_TEXT[device.partition(":")[0]]
         try:
@@ -117,11 +120,11 @@ def demo(
                 raise
             raise DataError(error.what, fix=f"With `flatout prepare`: {error.fix}") from error
         config = load_config(recipe, [f"data.path={dataset}", f"name={name}"])
-        config = fitted(config, Dataset.open(dataset), device, minutes, progress)
+        config = fitted(config, Dataset.open(dataset), device, minutes or MINUTES, progress)
     elif RunLog(run).summary is not None:
-        progress.say(f"{run} is finished. See below. Delete it to train again.")
+        progress.say(f"{run} is finished. See below. Delete it to train again{how_long}.")
     else:
-        progress.say(f"Resuming {run}.")
+        progress.say(f"Resuming {run}.{how_long and ' Delete it to train' + how_long + '.'}")
     return DemoResult(**dict(train(config, run=run, observers=observers, progress=progress)))
 
 

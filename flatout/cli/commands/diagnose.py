@@ -35,8 +35,8 @@ def diagnose(
     ] = None,
     overrides: Overrides = None,
     seconds: Annotated[
-        float, Option("Seconds of ordinary steps to measure.", min=0.1)
-    ] = DEFAULT_SECONDS,
+        float | None, Option("Seconds of ordinary steps to measure (default: 4).", min=0.1)
+    ] = None,
     steps: Annotated[
         int | None, Option("Of a script: steps to measure, instead of --seconds.", min=1)
     ] = None,
@@ -65,7 +65,7 @@ def diagnose(
 
     In Python, `script` are the words of the command (`as_json`: it prints to standard error).
     """
-    is_timed = seconds != DEFAULT_SECONDS
+    is_timed, seconds = seconds is not None, seconds or DEFAULT_SECONDS
     if script:
         require_one("diagnose", script, recipe, overrides)
         one_of({"--seconds": is_timed, "--steps or --to-the-end": steps or to_the_end})
@@ -75,6 +75,9 @@ def diagnose(
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
         raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
+    if recipe is None and is_timed:
+        how = "Name one, or remove it."
+        raise ConfigError("--seconds only applies to a recipe or a script.", fix=how)
     if recipe is None:
         try:
             from flatout.measure.diagnose.machine import machine_evidence

@@ -56,7 +56,10 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     again = demo(quick / "my book.txt", minutes=0.001, progress=progress)
     assert (again.run, again.val_loss) == (result.run, result.val_loss)
     assert again.summary() == summary
-    assert any("is finished" in line for line in progress.lines)
+    assert any(
+        "is finished" in line and "Delete it to train again for 0.001 minutes." in line
+        for line in progress.lines
+    )
 
 
 @pytest.fixture
@@ -153,8 +156,8 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     assert RunLog(run).summary is None
     monkeypatch.setattr(module, "seconds_per_step", lambda config: 1.0)
     progress = recorded()
-    demo(quick / "a.txt", minutes=0.001, progress=progress)
-    assert f"Resuming {run}." in progress.lines
+    demo(quick / "a.txt", minutes=7, progress=progress)
+    assert f"Resuming {run}. Delete it to train for 7 minutes." in progress.lines
     assert read_config(run).train.steps == RunLog(run).summary["steps"] == 3
     assert RunLog(run).summary["resumed_from"].endswith("step-2")
 

@@ -124,6 +124,8 @@ def test_a_run_is_read_and_nothing_is_written(tiny_run, capsys, tmp_path):
 
 
 def test_seconds_that_nothing_measures_are_an_error(tiny_run, capsys):
+    assert run("--seconds", 4) == 2
+    assert "--seconds only applies to a recipe or a script" in capsys.readouterr().err
     assert run(tiny_run, "--seconds", 9) == 2
     assert f"--seconds and the records of {tiny_run} cannot be combined" in capsys.readouterr().err
     for words in (["--steps", 9], ["--to-the-end"]):
