@@ -102,12 +102,15 @@ def looks_ahead(
     return False
 
 
-def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def mixes_rows(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int | None = None
+) -> bool:
     """Return whether outputs for other rows change when the first row of the inputs does.
 
     What is square tells nothing: a graph, or pairs of rows; nor what layers take for a single
     sequence or image. Nor do rows that are independent of each other along the second dimension:
-    then the first one is time. So it is where the inputs differ in it.
+    then the first one is time. So it is where the inputs differ in it. If a loader states its
+    `batch_size`, and the first dimension alone has it, that one has the rows.
     """
     given = (args, kwargs)
     inputs = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()]
@@ -150,6 +153,9 @@ def mixes_rows(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
                 found[dim, place] = found.get((dim, place), True) and differs
         if shape[0] < min(one.shape[0] for one in inputs):  # the first time step has no target
             along = 1
+    first, second = ({one.shape[dim] for one in inputs if one.dim() > dim} for dim in (0, 1))
+    if first == {batch_size} and batch_size not in second:
+        return found.get((0, 0), False)
     main = (0, 0) if (0, 0) in found else (along, along)
     return found.get(main, False) and all(found.values())
 

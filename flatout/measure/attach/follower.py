@@ -43,7 +43,7 @@ from flatout.measure.attach.gathering import gathered
 from flatout.measure.attach.guard import guarded, replaced
 from flatout.measure.attach.hooks import BASE, Hooks, observing
 from flatout.measure.attach.inputs import Inputs, plain_in, rows_of
-from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
+from flatout.measure.attach.learning import Known, Learning, gradients_of_all, wasted
 from flatout.measure.attach.lines import (
     Line,
     LineTotals,
@@ -155,7 +155,7 @@ class Follower:
         self._inputs, self._owners = Inputs(), set[type[nn.Module]]()
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
-        self._early_gradients: dict[int, tuple[int, float | None]] = {}
+        self._early_gradients: Known = {}
         """What `gradients_of_all` returned in an early step."""
         self._graphs, self._lines, self._learning = Graphs(), LineTotals(), Learning()
         self._course, self._grown, self._keeper = Course(), ("", ""), ""
@@ -434,7 +434,7 @@ class Follower:
         with suppress(Exception):
             first, last = (plain_in(each[1:]) for each in self._given)
             if not all(map(torch.equal, first, last)):  # one that is always the same has no rows
-                self._mixes_rows = mixes_rows(*self._given[-1])
+                self._mixes_rows = mixes_rows(*self._given[-1], self._hooks.batch_size)
 
     def _is_training(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.measure.attach.guard import guarded, replaced
@@ -109,6 +109,8 @@ class Hooks:
         """The processes."""
         self.pinned = True
         """Whether its batches are pinned."""
+        self.batch_size: int | None = None
+        """The number of its rows in a batch, if they are drawn: others may follow in time."""
         self.read: tuple[Callable[[], Any], Any] = (lambda: None, None)
         """A reference to the dataset, and the function that makes batches of its items."""
         self.waited_s = self.ran_s = 0.0
@@ -186,6 +188,9 @@ class Hooks:
         if hasattr(batches, "_num_workers"):
             self.workers, self.dataset = batches._num_workers, rows_of(batches._dataset)
             self.pinned = batches._pin_memory
+            sampler = batches._index_sampler
+            is_drawn = isinstance(getattr(sampler, "sampler", None), RandomSampler)
+            self.batch_size = sampler.batch_size if is_drawn else None
             self.pids = [worker.pid for worker in getattr(batches, "_workers", ())]
             with suppress(TypeError):  # a list cannot be referred to, and is in memory anyway
                 self.read = weakref.ref(batches._dataset), batches._collate_fn

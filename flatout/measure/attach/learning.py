@@ -365,11 +365,16 @@ def _all(optimizer: Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def gradients_of_all() -> dict[int, tuple[int, float | None]]:
-    """Return the numbers of all weights with gradients, and some values' sum, by identity.
+Known = dict[int, tuple[int, float | None, float]]
+"""See `gradients_of_all`."""
 
-    The sum is None for those that an optimizer has. {} where no optimizer has any of them: it has
-    copies.
+
+def gradients_of_all() -> Known:
+    """Return the numbers of all weights with gradients, and sums of some values of both, by
+    identity.
+
+    The sum of weights is None for those that an optimizer has. {} where no optimizer has any of
+    them: it has copies.
     """
     claimed: set[int] = set()
     known: list[nn.Parameter] = []
@@ -384,18 +389,19 @@ def gradients_of_all() -> dict[int, tuple[int, float | None]]:
         id(one): (
             one.numel(),
             None if id(one) in claimed else float(one.detach().flatten()[:SOME].double().sum()),
+            grad._version + (0.0 if grad.is_sparse else float(some_of(grad).double().sum())),
         )
         for one in known
+        if (grad := one.grad) is not None
     }
 
 
-def wasted(
-    before: dict[int, tuple[int, float | None]], model: nn.Module | None, owned: Any = ()
-) -> dict[str, Any]:
+def wasted(before: Known, model: nn.Module | None, owned: Any = ()) -> dict[str, Any]:
     """Return the share of the gradients that belong to weights which nothing updates.
 
-    Those have no optimizer, and the values that they had before, however others are updated. A
-    model that an optimizer had which is gone, such as a copy for one task, tells nothing. Those
+    Those have no optimizer, and the values that they had before, however others are updated, and
+    other gradients, unless nothing uses them any more. A model that an optimizer had which is gone,
+    such as a copy for one task, tells nothing. Those
     of the model are named, of other models in training mode, and containers of the model's modules
     in which there are some, which `parameters()` does not see.
     """
@@ -403,9 +409,15 @@ def wasted(
     if not now or not before or model is None:
         return {}
     first: Any = next(model.parameters(), None)
-    if first in owned and now.get(id(first), (0, 0.0))[1] is not None:
+    if first in owned and now.get(id(first), (0, 0.0, 0.0))[1] is not None:
         return {}
-    same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
+    same = {
+        key
+        for key, (size, values, gradient) in now.items()
+        if values is not None
+        and before.get(key, (0,))[:2] == (size, values)
+        and before[key][2] != gradient
+    }
     share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())
     every = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     modules = [each for each in every if "_modules" in vars(each)]  # the others are being made

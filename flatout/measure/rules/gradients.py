@@ -112,8 +112,9 @@ GRADIENTS = [
         "With another first row, the model's outputs for the other rows of the batch change, in "
         "evaluation mode as well. Only a model that compares its rows, or is given a graph or one "
         "sequence without a batch dimension, does so by design.",
-        "Look for a softmax, a mean or a norm along dimension 0, and for view() or reshape() where "
-        "dimensions should be exchanged: transpose() or permute().",
+        "Look for a softmax, a mean or a norm along dimension 0, a recurrent layer or attention "
+        "without batch_first=True, and for view() or reshape() where dimensions should be "
+        "exchanged: transpose() or permute().",
         site="padding",
     ),
     row(

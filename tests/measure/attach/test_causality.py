@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.measure.attach.causality import are_own, looks_ahead, mixes_rows, predicted
 from flatout.measure.attach.follower import Follower
@@ -122,6 +123,42 @@ def test_one_sequence_or_image_without_a_batch_dimension_has_no_rows(layer):
     given = torch.rand(9, 5) if isinstance(layer, nn.LSTM) else torch.rand(9, 4, 5)
     assert not mixes_rows(layer, (given,), {})
     assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_layer_that_takes_the_rows_of_a_loader_for_time_is_found(kind, batch_first):
+    layer, model = kind(8, 4, batch_first=batch_first), nn.Module()
+    model.layer = layer
+    model.forward = lambda x: layer(x, x, x)[0] if kind is nn.MultiheadAttention else layer(x)[0]
+    assert mixes_rows(model, (IMAGES,), {}, 6) is not batch_first
+    assert not mixes_rows(model, (IMAGES.transpose(0, 1),), {}, 6), "its rows are second"
+    assert not mixes_rows(model, (IMAGES,), {}), "the first dimension may be time"
+
+
+@pytest.mark.parametrize(
+    ("batch_first", "shuffle", "is_found"),
+    [(False, True, True), (True, True, False), (False, False, False)],
+    ids=["time first", "rows first", "parts of one sequence"],
+)
+def test_the_rows_of_a_loader_that_shuffles_are_independent(batch_first, shuffle, is_found):
+    torch.manual_seed(0)
+    torch._dynamo.utils.clear_compilation_metrics()
+    loader = DataLoader(TensorDataset(torch.rand(48, 5, 8)), batch_size=6, shuffle=shuffle)
+    layer = nn.LSTM(8, 8, batch_first=batch_first)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    loop = Follower("script", at_exit=lambda: None, recorded_steps=0)
+    try:
+        for _ in range(8):
+            for (rows,) in loader:
+                (layer(rows)[0] - rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        loop.try_model()
+        found = loop.evidence()
+    finally:
+        loop.close()
+    assert found.mixes_rows is is_found
 
 
 def test_batch_norm_mixes_no_rows_in_evaluation():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
 import torch
 from torch import nn
 
-from flatout.measure.attach.learning import Learning
+from flatout.measure.attach.learning import Learning, gradients_of_all, wasted
 from flatout.measure.evidence import CallSite, Evidence
 from flatout.measure.rules import rules
 
@@ -292,3 +293,18 @@ def test_an_optimizer_that_seldom_steps_does_not_keep_the_others_watched():
         (once if number == 1 else often).step()
         assert len(learning._looks[often].without) <= 8
     assert len(hooks) == before - 1
+
+
+def test_a_copy_that_nothing_uses_any_more_is_no_part_of_the_model():
+    """As in first-order meta-learning, where each task has a copy whose gradients are taken."""
+    rows = torch.ones(1, 4)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copied = copy.deepcopy(model)
+    copied(rows).sum().backward()
+    model.weight.grad, model.bias.grad = copied.weight.grad.clone(), copied.bias.grad.clone()
+    before = gradients_of_all()
+    optimizer.step()
+    assert wasted(before, copied)["never_updated"] == ()
+    copied(rows).sum().backward()
+    assert wasted(before, copied)["never_updated"] == ("weight", "bias")

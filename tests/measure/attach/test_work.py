@@ -214,6 +214,21 @@ def test_work_that_grows_with_every_step_is_found(found, loop):
     assert "growing" not in found(loop.replace("globals()", "{}"), steps=7)
 
 
+HORIZON = """
+horizon = globals().setdefault("horizon", [])
+horizon.append(0)
+state, loss = images, 0.0
+for _ in horizon:
+    state = net(state)
+    loss = loss + state.square().mean()
+step(loss)
+"""
+
+
+def test_a_horizon_that_grows_on_purpose_is_no_growing_work(found):
+    assert "growing" not in found(HORIZON, steps=7)
+
+
 USED = {
     "accumulated": """
 recorder.note_backward([net.weight])
