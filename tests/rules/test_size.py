@@ -12,20 +12,20 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 107_369,
+    "measure": 107_624,
     "data": 59_729,
-    "training": 55_491,
-    "cli": 24_046,
-    "models": 23_071,
-    "assembly": 17_255,
+    "training": 55_604,
+    "cli": 24_089,
+    "models": 23_147,
+    "assembly": 17_424,
     "config": 10_803,
     "ops": 14_026,
-    "inference": 8_293,
+    "inference": 8_302,
     "storage": 11_608,
     "distributed": 8_340,
     "optim": 5_850,
-    "speedups": 3_976,
-    "hardware": 3_285,
+    "speedups": 4_041,
+    "hardware": 3_385,
     "top": 4_308,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.
