@@ -86,7 +86,7 @@ class BadRow:
 class BadRowError(DataError):
     """A row cannot be used."""
 
-    def __init__(self, what: str, *, fix: str, other: str | None) -> None:
+    def __init__(self, what: str, *, fix: str, other: str | None = None) -> None:
         super().__init__(what, fix=fix)
         self.other_field = other
 
