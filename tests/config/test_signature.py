@@ -45,7 +45,7 @@ from flatout.errors import ConfigError
             "recipe={'model': {}} must be text, a path (not an empty one) or a RunConfig.",
         ),
         (lambda: flatout.runs(3), "run=3 must be text, a path (not an empty one) or None."),
-        (lambda: flatout.demo(minutes=0), "minutes=0 must be a finite number from 0.001."),
+        (lambda: flatout.demo(minutes=0), "minutes=0 must be a finite number from 0.001 or None."),
         (lambda: flatout.prepare("a", "b", on_bad_row="skp"), "on_bad_row='skp' must be 'raise'"),
         (lambda: flatout.prepare("a", "b", max_documents=0), "max_documents=0 must be a whole"),
         (lambda: flatout.prepare("a", "b", max_bytes=-1), "max_bytes=-1 must be a whole number"),

@@ -13,7 +13,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 107_624,
-    "data": 59_731,
+    "data": 59_728,
     "training": 55_604,
     "cli": 24_089,
     "models": 23_147,

@@ -151,9 +151,9 @@ def existing_tokenizer(
     if path.is_file():
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
     if is_repository(spec) and not path.parent.is_dir():
-        path, otherwise = tokenizer_file(spec, progress=progress), "" if end_of_text else NAME_END
-        for name in _BESIDE:  # which are read beside it
-            beside = repository_file(spec, name, otherwise=otherwise, progress=progress)
+        path = tokenizer_file(spec, progress=progress)
+        for name in () if end_of_text else _BESIDE:  # which are read beside it
+            beside = repository_file(spec, name, otherwise=NAME_END, progress=progress)
             if beside is not None and _stated_in(beside):
                 break
         return load_tokenizer(path, end_of_text=end_of_text, name=spec)

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import threading
+import time
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from texts import byte_level_json
@@ -18,6 +20,13 @@ from flatout.errors import DataError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat "] * 20
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Let huggingface_hub try again at once where nothing answers."""
+    without = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", without)
 
 
 @pytest.fixture(scope="module")
