@@ -186,6 +186,7 @@ def draw_token(
     Shapes:  logits_V (V,).
     """
     logits_V = in_float64(logits_V[:vocab_size])
+    vocab_size = len(logits_V)  # a tokenizer may have more tokens than the model
     top_k, top_p = sampling.top_k, sampling.top_p
     if sampling.temperature == 0 or top_k == 1:
         return int(logits_V.argmax())

@@ -40,6 +40,12 @@ def test_rows_of_a_padded_vocabulary_are_never_drawn():
     assert generated("x" * 50, temperature=2.0) == "x" * 50
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 7}, {"top_p": 0.9}, {}])
+def test_a_tokenizer_with_more_tokens_than_the_model_draws_what_there_is(limit):
+    draw = partial(draw_token, sampling=Sampling(**limit), generator=torch.Generator())
+    assert {draw(torch.zeros(4), vocab_size=9) for _ in range(200)} == {0, 1, 2, 3}
+
+
 def test_an_empty_prompt_starts_a_document():
     model = Script(b"ab")
     list(sample(model, of_bytes(), ""))

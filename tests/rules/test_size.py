@@ -20,7 +20,7 @@ ROOMS = {
     "assembly": 17_424,
     "config": 10_803,
     "ops": 14_026,
-    "inference": 8_302,
+    "inference": 8_308,
     "storage": 11_608,
     "distributed": 8_340,
     "optim": 5_850,
