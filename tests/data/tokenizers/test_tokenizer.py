@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from engine_probes import probes
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from some_tokenizers import (
     ALPHABET,
@@ -48,6 +48,7 @@ def in_pieces(size):
 @given(text=TEXTS)
 @settings(max_examples=60, deadline=None)
 def test_ids_are_those_of_tokenizers_for_the_stored_file_and_decode_to_the_text(kind, text):
+    assume(kind != "unigram" or "</s>" not in text)  # its end of text, which tokenizers takes
     expected = ids_of(kind, text)
     form = partial(unicodedata.normalize, "NFC") if kind == "qwen2" else str
     for each in engines_of(kind):
