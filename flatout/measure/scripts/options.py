@@ -114,7 +114,7 @@ def parser_in(tree: ast.AST) -> Parser | None:
 def _parsed(tree: ast.AST, parser: str) -> tuple[set[str], set[str]]:
     """Return the variables that what is parsed is assigned to, and those that anything else is."""
     parsing, kinds = [f"{parser}.parse_args"], {True: set[str](), False: set[str]()}
-    for function in ast.walk(tree):
+    for function in (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)):
         returned = [
             one.value for one in nodes_of(function) if isinstance(one, ast.Return) and one.value
         ]
@@ -126,7 +126,7 @@ def _parsed(tree: ast.AST, parser: str) -> tuple[set[str], set[str]]:
         is_maker = returned and all(
             _called(one) in parsing or ast.unparse(one) in own for one in returned
         )
-        if is_maker and isinstance(function, ast.FunctionDef):
+        if is_maker:
             parsing.append(function.name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -139,24 +139,28 @@ def namespace_at(tree: ast.AST, line: int, parser: Parser) -> str | None:
     scopes = scopes_at(tree, line)
     for scope in scopes[::-1]:
         bound = set[str]()
-        if isinstance(scope, Function):
-            bound = {one.arg for one in _plain_parameters(scope)}
-        elif isinstance(scope, ast.ClassDef):
+        if isinstance(scope, ast.ClassDef):
             made = [one for one in scope.body if getattr(one, "name", "") == "__init__"]
-            for node in (each for one in made for each in nodes_of(one)):
-                if isinstance(node, ast.Assign) and ast.unparse(node.value) in parser.names:
-                    bound.add(ast.unparse(node.targets[0]))
-        for node in () if isinstance(scope, ast.ClassDef) else nodes_of(scope):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                is_own = scope is scopes[-1]
-                if node.lineno < line if is_own else not _guarded(tree, node):
-                    bound.add(node.id)
-        for name in sorted(bound):
-            reads = {ast.unparse(n) for n in ast.walk(scope) if isinstance(n, ast.Attribute)}
-            is_read = any(f"{name}.{option}" in reads for option in parser.options)
-            is_kept = name.startswith("self.") and _first_parameter(scopes[-1]) == "self"
-            if is_read and (is_kept or name in parser.names):
-                return name
+            if _first_parameter(scopes[-1]) == "self":
+                for node in (each for one in made for each in nodes_of(one)):
+                    if isinstance(node, ast.Assign) and ast.unparse(node.value) in parser.names:
+                        bound.add(ast.unparse(node.targets[0]))
+            bound = {name for name in bound if name.startswith("self.")}
+        else:
+            if isinstance(scope, Function):
+                bound = {one.arg for one in _plain_parameters(scope)} & parser.names
+            for node in nodes_of(scope):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    if node.id not in parser.names:
+                        continue
+                    is_own = scope is scopes[-1]
+                    if node.lineno < line if is_own else not _guarded(tree, node):
+                        bound.add(node.id)
+        wanted = {f"{name}.{option}": name for name in bound for option in parser.options}
+        attributes = (one for one in ast.walk(scope) if isinstance(one, ast.Attribute) and bound)
+        reads = {wanted[text] for one in attributes if (text := ast.unparse(one)) in wanted}
+        if reads:
+            return min(reads)
     return None
 
 

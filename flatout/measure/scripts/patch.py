@@ -687,12 +687,13 @@ class _Source:
 
     def _shared(self, call: ast.Call, parser: Parser) -> dict[str | None, ast.expr]:
         """Return the options that other calls of the same name take, and that a call could."""
+        owner = namespace_at(self._tree, call.lineno, parser)
         return {
             one.arg: one.value
             for other in self._calls
             if ast.unparse(other.func) == ast.unparse(call.func)
             for one in other.keywords
             if isinstance(one.value, ast.Attribute)
-            and ast.unparse(one.value.value) == namespace_at(self._tree, call.lineno, parser)
+            and ast.unparse(one.value.value) == owner
             and not re.search(EVALUATION, one.value.attr)
         }
